@@ -92,17 +92,17 @@ def delta_chunks(
     slowed = rate[..., None] * k
     system = _einsum("nbhik,nbhjk->nbhij", slowed, k) * between * jnp.tri(C, k=-1)
     inverse = _invert_unit_lower(system)
-    own_changes = _einsum("nbhij,nbhjv->nbhiv", inverse, rate[..., None] * v)
+    targets = _einsum("nbhij,nbhjv->nbhiv", inverse, rate[..., None] * v)
     reads_of_state = _einsum("nbhij,nbhjk->nbhik", inverse, from_start[..., None] * slowed)
-    scores = _einsum("nbhik,nbhjk->nbhij", q, k) * between
+    attention = _einsum("nbhik,nbhjk->nbhij", q, k) * between
     queries = from_start[..., None] * q
 
     def run_chunk(carry: tuple[jax.Array, ...], chunk: tuple) -> tuple[tuple, jax.Array]:
         state, *found = carry
-        number, k, own_changes, reads_of_state, scores, queries, between, from_start = chunk
-        changes = own_changes - _einsum("bhck,bhkv->bhcv", reads_of_state, state)
+        number, k, targets, reads_of_state, attention, queries, between, from_start = chunk
+        changes = targets - _einsum("bhck,bhkv->bhcv", reads_of_state, state)
         outputs = _einsum("bhck,bhkv->bhcv", queries, state)
-        outputs += _einsum("bhij,bhjv->bhiv", scores, changes)
+        outputs += _einsum("bhij,bhjv->bhiv", attention, changes)
 
         def state_after(weights_BxHxC: jax.Array, kept_BxH: jax.Array) -> jax.Array:
             added = _einsum("bhck,bhcv->bhkv", weights_BxHxC[..., None] * k, changes)
@@ -118,7 +118,7 @@ def delta_chunks(
 
     zeros = jnp.zeros((B, H, K, V), jnp.float32)
     first = (zeros,) if ends_B is None else (zeros, zeros)
-    inputs = (jnp.arange(N), k, own_changes, reads_of_state, scores, queries, between, from_start)
+    inputs = (jnp.arange(N), k, targets, reads_of_state, attention, queries, between, from_start)
     (_, *found), out_NxBxHxCxV = jax.lax.scan(run_chunk, first, inputs)
     out_BxTxHxV = out_NxBxHxCxV.transpose(1, 0, 3, 2, 4).reshape(B, N * C, H, V)[:, :T]
     return out_BxTxHxV, found[0] if found else None

@@ -97,7 +97,7 @@ class Architecture:
     # stack, one bool per layer; (): none.
     dense_layers: tuple[bool, ...] = ()
     dense_size: int = 0  # width of that MLP
-    # The score of an expert is the sigmoid of its logit, and a bias, which no gradient changes, is
+    # An expert's probability is the sigmoid of its logit, and a bias, which no gradient changes, is
     # added to select experts; otherwise it is the softmax over all.
     sigmoid_router: bool = False
     # Groups of consecutive experts; a token first selects groups (experts.limit_to_groups).
@@ -134,8 +134,8 @@ class Architecture:
     # Queries are multiplied by this number to the power -1/2; `None`: by `head_dim` to that power.
     query_pre_attn_scalar: int | None = None
     attention_multiplier: float | None = None  # factor on query times key in place of that power
-    attention_sinks: bool = False  # each head has a learned score that belongs to no key
-    attention_softcap: float | None = None  # c: scores become c tanh(score / c); `None`: no cap
+    attention_sinks: bool = False  # each head has a learned logit that belongs to no key
+    attention_softcap: float | None = None  # c: logits become c tanh(logit / c); `None`: no cap
     logit_softcap: float | None = None  # the same for the final logits
     # The output of attention is multiplied by the sigmoid of a gate, which q_proj computes beside
     # the queries of each head.
@@ -229,8 +229,7 @@ class Architecture:
     @property
     def layers_are_shared(self) -> tuple[bool, ...]:
         """Return which layers are the last `shared_layers`."""
-        own = self.num_layers - self.shared_layers
-        return (False,) * own + (True,) * self.shared_layers
+        return (False,) * (self.num_layers - self.shared_layers) + (True,) * self.shared_layers
 
     @property
     def num_expert_layers(self) -> int:
@@ -247,8 +246,8 @@ class Architecture:
             stacks |= dict.fromkeys(("delta_net", "short_conv"), self.linear_layers)
         if self.global_head_dim:
             kinds = tuple(zip(self.layers_are_local, self.layers_are_shared, strict=True))
-            for own in dict.fromkeys(kinds):
-                stacks[self.attention_module(*own)] = tuple(kind == own for kind in kinds)
+            for wanted in dict.fromkeys(kinds):
+                stacks[self.attention_module(*wanted)] = tuple(kind == wanted for kind in kinds)
         if self.dense_layers:
             sparse = tuple(not dense for dense in self.dense_layers)
             stacks |= {"dense_mlp": self.dense_layers, "mlp": sparse, "shared_expert": sparse}

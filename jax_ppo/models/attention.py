@@ -6,17 +6,17 @@ h // (H / K). A token reads itself and the earlier tokens in its row that have t
 The options are
 
     scale           factor on the product of query and key; None: d ** -0.5
-    softcap         c: scores become c tanh(score / c); None: no cap
-    sinks           a score [H] in each head's softmax that belongs to no key; None: there is none
+    softcap         c: logits become c tanh(logit / c); None: no cap
+    sinks           a logit [H] in each head's softmax that belongs to no key; None: there is none
     sliding_window  a token reads itself and the sliding_window - 1 tokens before it; None: all
 
 and the programs
 
-    xla     runs everywhere, with any type, and alone with sinks; it stores scores [B, H, T, T]
+    xla     runs everywhere, with any type, and alone with sinks; it stores logits [B, H, T, T]
             except for the keys that no query of a block reads
-    cudnn   NVIDIA only, with 16-bit types only, without soft cap; it stores no scores, and with
+    cudnn   NVIDIA only, with 16-bit types only, without soft cap; it stores no logits, and with
             segments a mask [B, Q, T] of one block of queries at a time
-    splash  TPU only; it stores no scores
+    splash  TPU only; it stores no logits
 
 attention_programs.py selects one of them. Where a mesh splits packed rows, attention_over_parts.py
 runs them.
@@ -44,7 +44,7 @@ MAX_QUERY_BLOCKS = 4
 MIN_CUDNN_QUERY_BLOCK = 512
 MAX_CUDNN_QUERY_BLOCKS = 8
 CUDNN_TILE = 128
-MASKED_SCORE = -1e30
+MASKED_LOGIT = -1e30
 
 Queries = Float[Array, "B T H d"]
 Keys = Float[Array, "B T K d"]
@@ -160,32 +160,32 @@ def attend_block_of_queries(
         .transpose(0, 2, 3, 1, 4)
         .reshape(B, K, -1, d)
     )
-    scores = jnp.einsum(
+    logits = jnp.einsum(
         "bkqd,bksd->bkqs", q_BxKxGQxd, k_BxKxSxd, preferred_element_type=jnp.float32
     )
     if softcap is not None:
         # float32 has these bits: nothing is rounded. Without it, a CPU's compiler fuses the cap and
-        # the softmax in programs without gradients alone, and computes other scores there.
-        scores = jax.lax.reduce_precision(kernel.softcap(scores, softcap), 8, 23)
-    scores = scores.reshape(B, K, -1, Q, S)
+        # the softmax in programs without gradients alone, and computes other logits there.
+        logits = jax.lax.reduce_precision(kernel.softcap(logits, softcap), 8, 23)
+    logits = logits.reshape(B, K, -1, Q, S)
     # Added, not selected: the gradient of a sum needs no mask.
-    scores += jnp.where(visible, 0.0, MASKED_SCORE)[:, None, None]
+    logits += jnp.where(visible, 0.0, MASKED_LOGIT)[:, None, None]
     if sinks is not None:
         sinks = sinks.reshape(K, -1, 1, 1)
-    weights = softmax_with_sinks(scores, sinks).reshape(B, K, -1, S)
+    weights = softmax_with_sinks(logits, sinks).reshape(B, K, -1, S)
     out_BxKxGQxd = jnp.einsum("bkqs,bksd->bkqd", weights.astype(v_BxKxSxd.dtype), v_BxKxSxd)
     return out_BxKxGQxd.reshape(B, K, -1, Q, d).transpose(0, 3, 1, 2, 4).reshape(B, -1, H, d)
 
 
-def softmax_with_sinks(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """Return the softmax over the last axis, with one more score that is left out of the result.
+def softmax_with_sinks(logits: jax.Array, sinks: jax.Array | None) -> jax.Array:
+    """Return the softmax over the last axis, with one more logit that is left out of the result.
 
-    The further scores `sinks`, if any, broadcast to [..., 1].
+    The further logits `sinks`, if any, broadcast to [..., 1].
     """
     if sinks is None:
-        return jax.nn.softmax(scores, axis=-1)
-    top = jax.lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), sinks))
-    weights = jnp.exp(scores - top)
+        return jax.nn.softmax(logits, axis=-1)
+    top = jax.lax.stop_gradient(jnp.maximum(logits.max(-1, keepdims=True), sinks))
+    weights = jnp.exp(logits - top)
     return weights / (weights.sum(-1, keepdims=True) + jnp.exp(sinks - top))
 
 

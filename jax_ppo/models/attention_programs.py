@@ -84,8 +84,8 @@ def program_obstacle(
       dtype: of the computation.
       head_dim: d.
       length: T, number of tokens per row.
-      softcap: soft cap of the scores, or `None`.
-      sinks: whether heads have scores that belong to no key.
+      softcap: soft cap of the logits, or `None`.
+      sinks: whether heads have logits that belong to no key.
       gpu_generation: major part of an NVIDIA GPU's compute capability; `None` if it is unknown.
     """
     max_head = MAX_CUDNN_HEAD_ELSEWHERE
@@ -110,7 +110,7 @@ def program_obstacle(
             ),
             (
                 softcap is not None,
-                f"cuDNN's attention has no soft cap of scores, the model's is {softcap}",
+                f"cuDNN's attention has no soft cap of logits, the model's is {softcap}",
             ),
         ),
         "splash": (

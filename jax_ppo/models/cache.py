@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_ppo.kernels import softcap as kernel
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.attention import MASKED_SCORE, cudnn_products, softmax_with_sinks
+from jax_ppo.models.attention import MASKED_LOGIT, cudnn_products, softmax_with_sinks
 from jax_ppo.runtime.parallelism.heads import split_heads
 
 # Programs whose keys have the columns last.
@@ -293,14 +293,14 @@ def _products(
     **options: float | None,
 ) -> Float[Array, "B 1 H d"]:
     """Compute attention with matrix products, in the program's layout."""
-    scores_BxKxGxS = cache_scores(program, q_Bx1xHxd, keys, readable_BxS, **options)
+    logits_BxKxGxS = cache_logits(program, q_Bx1xHxd, keys, readable_BxS, **options)
     if sinks is not None:
-        sinks = sinks.reshape(*scores_BxKxGxS.shape[1:3], 1)
-    weights_BxKxGxS = softmax_with_sinks(scores_BxKxGxS, sinks).astype(values.dtype)
+        sinks = sinks.reshape(*logits_BxKxGxS.shape[1:3], 1)
+    weights_BxKxGxS = softmax_with_sinks(logits_BxKxGxS, sinks).astype(values.dtype)
     return weighted_values(program, weights_BxKxGxS, values).reshape(q_Bx1xHxd.shape)
 
 
-def cache_scores(
+def cache_logits(
     program: str,
     q_Bx1xHxd: jax.Array,
     keys: jax.Array,
@@ -308,18 +308,18 @@ def cache_scores(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> Float[Array, "B K G S"]:
-    """Return the masked scores of queries and keys in float32; keys in the program's layout."""
+    """Return the masked logits of queries and keys in float32; keys in the program's layout."""
     B = len(q_Bx1xHxd)
     d = q_Bx1xHxd.shape[-1]
     keys_axes = "bkds" if program in TRANSPOSED else "bskd"
     K = keys.shape[keys_axes.index("k")]
     # Query heads are grouped by the key head that they read, which is not repeated.
     q_BxKxGxd = (q_Bx1xHxd * (d**-0.5 if scale is None else scale)).reshape(B, K, -1, d)
-    scores = jnp.einsum(
+    logits = jnp.einsum(
         f"bkgd,{keys_axes}->bkgs", q_BxKxGxd, keys, preferred_element_type=jnp.float32
     )
-    scores = kernel.softcap(scores, softcap)
-    return jnp.where(readable_BxS[:, None, None], scores, MASKED_SCORE)
+    logits = kernel.softcap(logits, softcap)
+    return jnp.where(readable_BxS[:, None, None], logits, MASKED_LOGIT)
 
 
 def weighted_values(

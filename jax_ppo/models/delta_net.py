@@ -141,7 +141,7 @@ class DeltaLayer(Layer):
     mixer: ClassVar[tuple[type[RecurrentMixer], str]] = (DeltaNet, "delta_net")
 
     def _attend(self, x: jax.Array, *inputs: Any) -> tuple[jax.Array, LayerCache | None]:
-        """Return the output of the layer's own mixer; `inputs` as for `Attention`.
+        """Return the output of the layer's mixer; `inputs` as for `Attention`.
 
         Without a cache, the last of them is the numbers of tokens that the state includes.
         """

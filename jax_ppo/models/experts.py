@@ -88,7 +88,7 @@ class ExpertMLP(nn.Module):
         if a.sigmoid_router:
             zeros = nn.initializers.zeros
             correction = self.param(CORRECTION_BIAS, zeros, (a.num_experts,), jnp.float32)
-        # A group's score is the sum of its best two experts' in DeepSeek-V3, its best one's in V2.
+        # A group counts as its best two experts do together in DeepSeek-V3, as its best one in V2.
         limit = functools.partial(
             limit_to_groups,
             groups=a.router_groups,
@@ -149,7 +149,7 @@ def select_experts(
     routed_experts: UInt[Array, "R L k"] | None = None,
     *,
     correction: Float[Array, " E"] | None = None,
-    limit: Callable[[jax.Array], jax.Array] = lambda scores: scores,
+    limit: Callable[[jax.Array], jax.Array] = lambda probabilities: probabilities,
 ) -> tuple[Float[Array, "R L k"], Int[Array, "R L k"]]:
     """Return the weights and indices of the experts of each token.
 
@@ -170,9 +170,9 @@ def select_experts(
       limit: lowers the sums of experts that a token may not select, as `limit_to_groups` does.
     """
     # A compiler would gather the probabilities of all devices to sort them.
-    select = run_on_own_rows(lambda scores: jax.lax.top_k(limit(scores), k)[1])
-    scores = probabilities if correction is None else probabilities + correction
-    experts = select(jax.lax.stop_gradient(scores))
+    select = run_on_own_rows(lambda corrected: jax.lax.top_k(limit(corrected), k)[1])
+    corrected = probabilities if correction is None else probabilities + correction
+    experts = select(jax.lax.stop_gradient(corrected))
     if routed_experts is not None:
         is_recorded = routed_experts < probabilities.shape[-1]
         experts = jnp.where(is_recorded, routed_experts.astype(experts.dtype), experts)
@@ -185,19 +185,19 @@ def select_experts(
 
 
 def limit_to_groups(
-    scores: Float[Array, "R L E"], groups: int, selected: int, counted: int
+    probabilities: Float[Array, "R L E"], groups: int, selected: int, counted: int
 ) -> Float[Array, "R L E"]:
-    """Return the scores of experts in the best groups, and minus infinity for the others.
+    """Return the probabilities of experts in the best groups, minus infinity for the others.
 
     DeepSeek-V2 (arXiv 2405.04434, section 2.2.2) and V3 (arXiv 2412.19437, section 2.1.2).
 
-    A group has E / `groups` consecutive experts, and each token `selected` groups. The score of a
-    group is the sum of the scores of its best `counted` experts.
+    A group has E / `groups` consecutive experts, and each token selects `selected` groups: those
+    with the greatest sum over their best `counted` experts. Probabilities may be corrected ones.
     """
     if selected == groups:
-        return scores
-    R, L, E = scores.shape
-    by_group = scores.reshape(R, L, groups, -1)
+        return probabilities
+    R, L, E = probabilities.shape
+    by_group = probabilities.reshape(R, L, groups, -1)
     best = jax.lax.top_k(jax.lax.top_k(by_group, counted)[0].sum(-1), selected)[1]
     is_selected = jax.nn.one_hot(best, groups, dtype=jnp.bool_).any(-2)
     return jnp.where(is_selected[..., None], by_group, -jnp.inf).reshape(R, L, E)

@@ -145,7 +145,7 @@ class LatentAttention(Attention):
     ) -> jax.Array:
         """Return the attention of whole sequences, [B, T, H, value_head_dim]."""
         a = self.options.architecture
-        # Programs take heads of one width: zeros change neither scores nor sums.
+        # Programs take heads of one width: zeros change neither logits nor sums.
         q, k, v = (
             jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, a.attended_width - x.shape[-1])))
             for x in (q, k, v)

@@ -216,7 +216,7 @@ def gather_rows(sequences: Sequences, packing: Packing) -> Rows:
     next_tokens = sequences.tokens[samples, jnp.minimum(packing.position + 1, last)]
     routed_experts = sequences.routed_experts
     if routed_experts is not None:
-        # Those of the tokens that the places hold, not of the targets.
+        # Of the tokens that the places hold, not of the targets.
         routed_experts = routed_experts[samples, packing.position]
     return Rows(
         tokens=jnp.where(filled, sequences.tokens[samples, packing.position], 0),

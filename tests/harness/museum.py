@@ -336,7 +336,7 @@ MODELS = [
         name="key_heads_are_tiled_when_decoding",
         source="axlearn#842: the cached path mapped heads differently from the whole-sequence path",
         test="tests/models/test_cache.py::test_it_is_that_of_the_last_token",
-        where="cache_scores",
+        where="cache_logits",
         old="(q_Bx1xHxd * (d ** (-0.5) if scale is None else scale)).reshape(B, K, -1, d)",
         new=(
             "(q_Bx1xHxd * (d ** (-0.5) if scale is None else scale)).reshape(B, -1, K, "

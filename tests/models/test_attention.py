@@ -385,7 +385,7 @@ def test_soft_caps_choose_too():
     assert select_attention_program("auto", "cuda", "bfloat16", 64, 128, softcap=50.0) == "xla"
     assert select_attention_program("auto", "tpu", "bfloat16", 64, 128, softcap=50.0) == "splash"
     with pytest.raises(
-        ValueError, match="cuDNN's attention has no soft cap of scores, the model's is 50.0"
+        ValueError, match="cuDNN's attention has no soft cap of logits, the model's is 50.0"
     ):
         select_attention_program("cudnn", "cuda", "bfloat16", 64, 128, softcap=50.0)
 

@@ -3,7 +3,7 @@
 DeBERTa-v2: He et al. 2021, "DeBERTa: Decoding-enhanced BERT with disentangled attention",
 https://arxiv.org/abs/2006.03654; v3: https://arxiv.org/abs/2111.09543.
 
-It is an encoder: each token attends to all of its text. The attention score of tokens i and j is a
+It is an encoder: each token attends to all of its text. The attention logit of tokens i and j is a
 sum of three products, two of which depend on their distance. With delta(i, j) the bucket of i - j
 and K^r and Q^r projections of one table of relative positions,
 
@@ -32,7 +32,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jax_ppo.models.attention import MASKED_SCORE
+from jax_ppo.models.attention import MASKED_LOGIT
 from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.layers import ACTIVATION_FUNCTIONS as DECODERS_ACTIVATIONS
 from jax_ppo.models.layers import layer_norm
@@ -88,8 +88,8 @@ def relative_buckets(distance: np.ndarray, a: DebertaArchitecture) -> np.ndarray
 def align_distances(by_distance: Float[Array, "... T twoT"]) -> Float[Array, "... T T"]:
     """Move entry (i, j - i + T - 1) of [..., T, 2T] to (i, j) of [..., T, T].
 
-    This is no gather: in rows that are one entry shorter, each one begins one column further left
-    than the row before.
+    This is not a gather: in rows that are one entry shorter, each one begins one column further
+    left than the row before.
     """
     *lead, T, _ = by_distance.shape
     # Dropping T - 1 entries in front and one at the end leaves T rows of 2T - 1.
@@ -122,26 +122,26 @@ class Attention(EncoderModule):
         def product(axes: str, left: jax.Array, right: jax.Array) -> jax.Array:
             return jnp.einsum(axes, left, right, preferred_element_type=jnp.float32)
 
-        # Each product that is added increases the variance of the score.
+        # Each product that is added increases the variance of the logit.
         num_terms = 1 + a.content_to_position + a.position_to_content
         scale = 1 / math.sqrt(a.head_dim * num_terms)
         q = project("q_proj", x_BxTxD)
         k = project("k_proj", x_BxTxD)
         v = project("v_proj", x_BxTxD)
-        scores_BxHxTxT = product("bihd,bjhd->bhij", q * scale, k)
+        logits_BxHxTxT = product("bihd,bjhd->bhij", q * scale, k)
         column = np.arange(2 * T)  # f in the products below
         if a.content_to_position:  # f = j - i + T - 1
             buckets = relative_buckets(T - 1 - column, a)
             keys = project(position_keys, relative_2SxD)[buckets]
-            scores_BxHxTxT += align_distances(product("bihd,fhd->bhif", q * scale, keys))
+            logits_BxHxTxT += align_distances(product("bihd,fhd->bhif", q * scale, keys))
         if a.position_to_content:  # f = i - j + T - 1
             buckets = relative_buckets(column - (T - 1), a)
             queries = project(position_queries, relative_2SxD)[buckets]
             # Here rows are keys: the result is transposed to rows of queries.
             by_distance = product("bjhd,fhd->bhjf", k * scale, queries)
-            scores_BxHxTxT += align_distances(by_distance).swapaxes(-1, -2)
-        scores_BxHxTxT = jnp.where(visible_BxTxT[:, None], scores_BxHxTxT, MASKED_SCORE)
-        weights = jax.nn.softmax(scores_BxHxTxT, axis=-1).astype(v.dtype)
+            logits_BxHxTxT += align_distances(by_distance).swapaxes(-1, -2)
+        logits_BxHxTxT = jnp.where(visible_BxTxT[:, None], logits_BxHxTxT, MASKED_LOGIT)
+        weights = jax.nn.softmax(logits_BxHxTxT, axis=-1).astype(v.dtype)
         out = jnp.einsum("bhij,bjhd->bihd", weights, v)
         return dense["o_proj"](out.reshape(x_BxTxD.shape))
 

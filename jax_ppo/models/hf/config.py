@@ -76,7 +76,7 @@ def from_hf_config(config: Config) -> Architecture:
 def text_config(config: Config) -> Config:
     """Return the description of the decoder in the config.json of a multimodal model.
 
-    Any other config.json is returned as it is. Raise `UserError` if `text_config` is no object.
+    Any other config.json is returned as it is. Raise `UserError` if `text_config` is not an object.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in MULTIMODAL:
@@ -184,9 +184,9 @@ def _read_global_heads(
                 f"per_layer_config must have the same sizes for each layer of {FULL}, and no other"
             )
     defaults = {"head_dim": head_dim, "num_key_value_heads": num_kv_heads}
-    own = ConfigReader(sizes, defaults, where="config.json: per_layer_config: ")
-    width, heads = own.integer("head_dim"), own.integer("num_key_value_heads")
-    own.refuse_unread(())
+    of_full = ConfigReader(sizes, defaults, where="config.json: per_layer_config: ")
+    width, heads = of_full.integer("head_dim"), of_full.integer("num_key_value_heads")
+    of_full.refuse_unread(())
     require_divisor("num_global_key_value_heads", heads, "num_attention_heads", num_heads)
     if width % 2:
         raise reader.error(f"global_head_dim {width} is not supported, only even numbers are")
@@ -201,8 +201,8 @@ def _read_shared_layers(reader: ConfigReader, local_layers: tuple[bool, ...]) ->
     """
     name, layers = "num_kv_shared_layers", len(local_layers)
     shared = reader.integer(name, minimum=0, maximum=layers - 1)
-    own = layers - shared
-    if not set(local_layers[own:]) <= set(local_layers[:own]):
+    first = layers - shared
+    if not set(local_layers[first:]) <= set(local_layers[:first]):
         raise reader.error(
             f"{name}={shared}: must leave a layer of each of layer_types that shared ones have"
         )
@@ -210,7 +210,7 @@ def _read_shared_layers(reader: ConfigReader, local_layers: tuple[bool, ...]) ->
     factor = 2 if reader.boolean("use_double_wide_mlp") else 1
     if shared:
         width = reader.integer("intermediate_size", maximum=MAX_SIZE // factor)
-        values["dense_layers"] = tuple(layer >= own for layer in range(layers))
+        values["dense_layers"] = tuple(layer >= first for layer in range(layers))
         values["dense_size"] = factor * width
     return values
 

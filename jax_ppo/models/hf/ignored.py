@@ -18,16 +18,16 @@ SCORE_WEIGHTS = ("score.weight", "classifier.weight")
 SCORE_BIASES = ("score.bias", "classifier.bias")
 ROTARY_FREQUENCIES = "rotary_emb.inv_freq"
 # Ends of the names of what old versions of transformers stored with each attention: which keys
-# take part, and the attention score of the others.
+# take part, and the attention logit of the others.
 CAUSAL_MASKS = (".attn.bias", ".attention.bias")
-MASKED_SCORES = (".attn.masked_bias", ".attention.masked_bias")
+MASKED_LOGITS = (".attn.masked_bias", ".attention.masked_bias")
 # Layers that predict further tokens than the next, from the hidden states of all others: beginnings
 # of their names (Qwen3.5), and the end of a name that each of them has alone (DeepSeek-V3), whose
 # numbers follow the other layers' numbers.
 MULTI_TOKEN_HEADS = "mtp."
 MULTI_TOKEN_LAYER = ".eh_proj.weight"
-# Any score below it has a weight of 0 after the softmax. They stored -1e4, later -1e9.
-LARGEST_MASKED_SCORE = -9e3
+# Any logit below it has a weight of 0 after the softmax. They stored -1e4, later -1e9.
+LARGEST_MASKED_LOGIT = -9e3
 
 
 def is_ignorable(
@@ -48,8 +48,8 @@ def is_ignorable(
         return _has_computed_frequencies(checkpoint, name, architecture)
     if name.endswith(CAUSAL_MASKS):
         return _is_causal_mask(checkpoint.read(name))
-    if name.endswith(MASKED_SCORES):
-        return bool(np.all(checkpoint.read(name) < LARGEST_MASKED_SCORE))
+    if name.endswith(MASKED_LOGITS):
+        return bool(np.all(checkpoint.read(name) < LARGEST_MASKED_LOGIT))
     if name in OUTPUT_EMBEDDINGS:
         if head not in ("lm", "both"):
             return True
@@ -71,8 +71,8 @@ def is_ignorable(
 def _is_of_shared_layer(name: str, architecture: Architecture) -> bool:
     """Return whether a tensor would compute keys or values that an earlier layer shares."""
     match = re.search(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.", name)
-    own = architecture.num_layers - architecture.shared_layers
-    return match is not None and own <= int(match[1]) < architecture.num_layers
+    first = architecture.num_layers - architecture.shared_layers
+    return match is not None and first <= int(match[1]) < architecture.num_layers
 
 
 def _has_values(checkpoint: SafetensorsCheckpoint, name: str, expected: np.ndarray) -> bool:

@@ -265,8 +265,8 @@ def read_parameters(
     params = {}
     for path, row in rows.items():
         if path in rows_to_read:
-            own = np.dtype(np.float32) if path[-1] in EXACT_PARAMETERS else dtype
-            params[path] = _read_parameter(checkpoint, row, own, places[path], count_tensors)
+            stored = np.dtype(np.float32) if path[-1] in EXACT_PARAMETERS else dtype
+            params[path] = _read_parameter(checkpoint, row, stored, places[path], count_tensors)
         else:
             params[path] = _zeros(row.full_shape, dtype, places[path])
     return traverse_util.unflatten_dict(params)

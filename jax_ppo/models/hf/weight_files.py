@@ -134,8 +134,8 @@ def _gather_round(
         for writer, tensor in enumerate(tensors_by_process):
             if tensor is None:
                 continue
-            own = SAFETENSORS_DTYPES[_code(tensor.paths[0], dtype)].name
-            parts = [_gather(arrays[path], tensor, own) for path in tensor.paths]
+            written = SAFETENSORS_DTYPES[_code(tensor.paths[0], dtype)].name
+            parts = [_gather(arrays[path], tensor, written) for path in tensor.paths]
             if writer == process:
                 for path, part in zip(tensor.paths, parts, strict=True):
                     values = rows[path].write(np.asarray(part), values)

@@ -1,4 +1,4 @@
-"""Pipeline stages: each runs its own layers on one micro-batch after another.
+"""Pipeline stages: each runs its layers on one micro-batch after another.
 
 With S stages and M micro-batches the loop has M + S - 1 ticks. In tick t stage s works on
 micro-batch t - s: it runs its layers and passes the hidden states on to stage s + 1. While the
@@ -50,14 +50,14 @@ def run_stages(
       [layers, R, ...].
 
     Raises:
-      ValueError: R is no multiple of the number of parts that the mesh splits rows into.
+      ValueError: R is not a multiple of the number of parts that the mesh splits rows into.
     """
     mesh = jax.sharding.get_abstract_mesh()
     stages = mesh.shape["stage"]
     if len(x_RxLxD) % row_shards(mesh):
         raise ValueError(f"{len(x_RxLxD)} rows cannot be split into {row_shards(mesh)} equal parts")
 
-    def run(own_layers: Any, micro_batches: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+    def run(stage_layers: Any, micro_batches: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         stage = jax.lax.axis_index("stage")
         x_MxrxLxD, rows = jax.tree.map(lambda x: x[0], micro_batches)
         M = len(x_MxrxLxD)
@@ -69,7 +69,7 @@ def run_stages(
             # A stage without a micro-batch repeats its first or last, and the result is dropped.
             m = jnp.clip(t - stage, 0, M - 1)
             x = jnp.where(stage == 0, first, received)
-            x, others = run_stage(own_layers, x, jax.tree.map(lambda array: array[m], rows))
+            x, others = run_stage(stage_layers, x, jax.tree.map(lambda array: array[m], rows))
             passed_on = jax.lax.ppermute(x, "stage", [(s, s + 1) for s in range(stages - 1)])
             return passed_on, (x, others)
 
@@ -95,7 +95,7 @@ def _to_rows(x_NxMxr: jax.Array, stages: int) -> jax.Array:
 
 
 def _split_stages(function: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
-    """Make each stage run `function` on its own layers, and each device of `data` on its own rows.
+    """Make each stage run `function` on its layers, and each device of `data` on its rows.
 
     The compiler splits what the other axes split. Gradients of layers are summed over `data` once,
     after the function: a compiler would do so after each micro-batch.
