@@ -101,8 +101,9 @@ REMAT_POLICIES: dict[str, Callable[..., Any]] = {
     "dots": jax.checkpoint_policies.checkpoint_dots,
 }
 
-# Parameters of layers, [L, ...], and the kinds of these layers, [L], if they differ.
-StackedLayers = tuple[Params, LayerKind | None]
+# Parameters of layers, [L, ...], and `is_local` and `is_rotated` of each, [L], or `None`: the
+# pattern of layers says them.
+StackedLayers = tuple[Params, tuple[jax.Array, jax.Array] | None]
 # Positions [B, T], segments [B, T] and what each layer reads of each token, [B, T, L, ...].
 LayerRows = tuple[jax.Array, Segments, LayerInputs]
 # Keys and values, or their cache, that later layers with a sliding window, or without one, share.
@@ -180,7 +181,7 @@ class Transformer(LayerOptions):
         params = variables["params"]
         x = self._embed(params, tokens_BxT, positions_BxT)
         if routed_experts is not None and self.architecture.dense_layers:
-            # Those of the next layer that has experts, which a dense layer does not read.
+            # A dense layer, which reads none, gets the next sparse layer's experts.
             places = stack_places(self.architecture.partial_stacks["mlp"])
             routed_experts = routed_experts[:, :, np.minimum(places, routed_experts.shape[2] - 1)]
         inputs = LayerInputs(routed_experts, self._embed_for_layers(params, x, tokens_BxT))
@@ -188,12 +189,9 @@ class Transformer(LayerOptions):
         new_cache = None
         if self.unrolled:
             x, new_cache, auxiliary = self._run_unrolled(params, x, rows, cache, ends_B)
-        elif self.architecture.partial_stacks:
-            x, auxiliary = self._run_blocks(params["layers"], x, rows)
         else:
             run_layers = self._run_in_stages if num_stages() > 1 else self._run_stacked
-            layers = (params["layers"], _kind_of_each(self.architecture))
-            x, auxiliary = run_layers(layers, x, rows)
+            x, auxiliary = run_layers(params["layers"], x, rows)
         norm: Any = MODULES[self.architecture.block].norm_class
         hidden = norm(self.architecture).apply({"params": params["norm"]}, x)
         return TransformerOutput(hidden, new_cache, auxiliary)
@@ -246,116 +244,32 @@ class Transformer(LayerOptions):
         return MODULES[self.architecture.block](self, **names)
 
     def _run_stacked(
-        self, layers: StackedLayers, x: jax.Array, rows: LayerRows
-    ) -> tuple[jax.Array, Auxiliary]:
-        """Run all stacked layers, or the layers of a stage, as one scan."""
-        params, kind_of_each = layers
-        positions, segments, inputs_BxTxL = rows
-        rotations = self._rotations(positions, positions.shape[1] * num_row_parts())
-        layer = self._layer()
-
-        def run_layer(x: jax.Array, layer_inputs: Any) -> tuple[jax.Array, Auxiliary]:
-            params, kind, own = layer_inputs
-            if kind is None:
-                kind = layer_kinds(self.architecture)[0]
-            output: Any = layer.apply({"params": params}, x, kind, rotations, segments, own)
-            x, _, auxiliary = output
-            return x, auxiliary
-
-        num_layers = len(jax.tree.leaves(params)[0])
-        is_loop = num_layers > MAX_UNROLLED_LAYERS
-        if self.remat:
-            run_layer = self._rematerialize(run_layer, is_loop)
-        inputs = (params, kind_of_each, _layers_first(inputs_BxTxL))
-        return jax.lax.scan(run_layer, x, inputs, unroll=1 if is_loop else num_layers)
-
-    def _rematerialize(self, run_layer: Callable[..., Any], is_loop: bool) -> Callable[..., Any]:
-        """Return a function that computes again what the policy does not keep."""
-        # Inside a loop XLA cannot merge the second computation of a layer with the first.
-        policy = REMAT_POLICIES[self.remat_policy]
-        return jax.checkpoint(run_layer, prevent_cse=not is_loop, policy=policy)
-
-    def _run_blocks(
         self, layers: Params, x: jax.Array, rows: LayerRows
     ) -> tuple[jax.Array, Auxiliary]:
-        """Run layers with different parameters, in spans of layers alike in MLP and sharing."""
+        """Run stacked layers in spans that are alike in MLP and sharing, each as a scan."""
         a = self.architecture
         kinds = layer_kinds(a)
-        apart = [(kind.is_dense, kind.is_shared) for kind in kinds]
-        starts = [i for i, own in enumerate(apart) if i == 0 or own != apart[i - 1]]
-        if _period(kinds) < a.num_layers:
-            starts = [0]  # layers with and without experts that take turns are one loop
-        spans = list(map(slice, starts, [*starts[1:], a.num_layers]))
+        spans = [slice(0, a.num_layers)]
+        # Layers with and without experts that take turns are one loop.
+        if _period(kinds) == a.num_layers:
+            properties = [(kind.is_dense, kind.is_shared) for kind in kinds]
+            starts = [i for i in range(a.num_layers) if properties[i] != properties[max(i - 1, 0)]]
+            spans = list(map(slice, [0, *starts], [*starts, a.num_layers]))
+        positions, segments, inputs_BxTxL = rows
         auxiliary = []
         shared: Shared = {}
         for span in spans:
-            own_layers = _stacks_of(layers, span, a.partial_stacks) if len(spans) > 1 else layers
-            x, shared, own = self._run_periods(own_layers, x, rows, span, shared)
-            auxiliary.append(own)
+            if len(spans) > 1:
+                of_layers = jax.tree.map(lambda x, span=span: x[:, :, span], inputs_BxTxL)
+                rows = (positions, segments, of_layers)
+            stacked = (_stacks_of(layers, span, a.partial_stacks), _varying_flags(a))
+            x, to_share, of_span = self._scan_layers(stacked, x, rows, span, shared)
+            shared |= to_share
+            auxiliary.append(of_span)
         return x, _join_dicts(jnp.concatenate, auxiliary)
 
-    def _run_periods(
-        self,
-        layers: Params,
-        x: jax.Array,
-        rows: LayerRows,
-        span: slice,
-        shared: Shared,
-    ) -> tuple[jax.Array, Shared, Auxiliary]:
-        """Run some layers one after the other as a scan over their repeated pattern.
-
-        They read the keys and values `shared` by earlier ones, or return those to share.
-        """
-        positions, segments, inputs_BxTxL = rows
-        rotations = self._rotations(positions, positions.shape[1] * num_row_parts())
-        kinds = layer_kinds(self.architecture)[span]
-        size = _period(kinds)
-        # The parts that the layers of one period have.
-        partial_stacks = self.architecture.partial_stacks
-        stacks = {name: owners[span][:size] for name, owners in partial_stacks.items()}
-        is_loop = len(kinds) > max(MAX_UNROLLED_LAYERS, size)
-        shares = self.architecture.shared_layers > 0
-
-        def split(stacked: Any) -> Any:
-            return jax.tree.map(lambda x: x.reshape(len(kinds) // size, -1, *x.shape[1:]), stacked)
-
-        def run_period(
-            x: jax.Array, period: tuple[Params, Any]
-        ) -> tuple[jax.Array, tuple[Shared, Auxiliary]]:
-            params, inputs = period
-            auxiliary = []
-            to_share: Shared = {}
-            for i, kind in enumerate(kinds[:size]):
-
-                def run_layer(
-                    params: Params, x: jax.Array, inputs: Any, kind: LayerKind = kind
-                ) -> tuple[jax.Array, Any, Auxiliary]:
-                    own = shared[kind.is_local] if kind.is_shared else None
-                    output: Any = self._layer().apply(
-                        {"params": params}, x, kind, rotations, segments, inputs, own
-                    )
-                    return output[0], output[1] if shares else None, output[2]
-
-                run = self._rematerialize(run_layer, is_loop) if self.remat else run_layer
-                layer = layer_params(params, i, stacks)
-                own_inputs = jax.tree.map(lambda x, i=i: x[i], inputs)
-                x, keys_and_values, own = run(layer, x, own_inputs)
-                if shares and not kind.is_shared:
-                    to_share[kind.is_local] = keys_and_values
-                auxiliary.append(own)
-            return x, (to_share, _join_dicts(jnp.stack, auxiliary))
-
-        unroll = 1 if is_loop else len(kinds) // size
-        inputs = split(jax.tree.map(lambda x: x[span], _layers_first(inputs_BxTxL)))
-        x, (to_share, auxiliary) = jax.lax.scan(
-            run_period, x, (split(layers), inputs), unroll=unroll
-        )
-        # Those of the last period.
-        to_share = jax.tree.map(lambda x: x[-1], to_share)
-        return x, to_share, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), auxiliary)
-
     def _run_in_stages(
-        self, layers: StackedLayers, x: jax.Array, rows: LayerRows
+        self, layers: Params, x: jax.Array, rows: LayerRows
     ) -> tuple[jax.Array, Auxiliary]:
         """Run the layers of each stage as a scan, one micro-batch after the other."""
         layers_per_stage = self.architecture.num_layers // num_stages()
@@ -370,9 +284,78 @@ class Transformer(LayerOptions):
                 first = jax.lax.axis_index("stage") * layers_per_stage
                 return jax.lax.dynamic_slice_in_dim(x, first, layers_per_stage, axis=2)
 
-            return self._run_stacked(layers, x, (positions, segments, jax.tree.map(take, inputs)))
+            rows = (positions, segments, jax.tree.map(take, inputs))
+            x, _, auxiliary = self._scan_layers(layers, x, rows, slice(layers_per_stage), {})
+            return x, auxiliary
 
-        return run_stages(run_stage, layers, x, rows)
+        return run_stages(run_stage, (layers, _varying_flags(self.architecture)), x, rows)
+
+    def _scan_layers(
+        self, layers: StackedLayers, x: jax.Array, rows: LayerRows, span: slice, shared: Shared
+    ) -> tuple[jax.Array, Shared, Auxiliary]:
+        """Run the stacked layers of a span as a scan over the repetitions of their pattern.
+
+        `shared` are the keys and values of earlier layers that these may read; the result has those
+        that these layers share.
+        """
+        positions, segments, inputs_BxTxL = rows
+        rotations = self._rotations(positions, positions.shape[1] * num_row_parts())
+        a = self.architecture
+        kinds = layer_kinds(a)[span]
+        # A pattern of one layer, if flags of each layer are inputs of the loop.
+        size = _period(kinds) if layers[1] is None else 1
+        stacks = {name: owners[span][:size] for name, owners in a.partial_stacks.items()}
+        is_loop = len(kinds) > max(MAX_UNROLLED_LAYERS, size)
+
+        def run_pattern(
+            x: jax.Array, repetition: tuple[StackedLayers, LayerInputs]
+        ) -> tuple[jax.Array, tuple[Shared, Auxiliary]]:
+            (params, flags), inputs = repetition
+
+            def run_layer(
+                i: int, x: jax.Array, shared_memory: LayerCache | None
+            ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
+                kind = kinds[i]
+                if flags is not None:
+                    kind = kind._replace(is_local=flags[0], is_rotated=flags[1])
+                output: Any = self._layer().apply(
+                    {"params": params if size == 1 else layer_params(params, i, stacks)},
+                    x,
+                    kind,
+                    rotations,
+                    segments,
+                    inputs if size == 1 else jax.tree.map(lambda x: x[i], inputs),
+                    shared_memory,
+                )
+                return output[0], output[1] if a.shared_layers else None, output[2]
+
+            if self.remat:
+                # Inside a loop XLA cannot merge the second computation of a layer with the first.
+                run_layer = jax.checkpoint(
+                    run_layer,
+                    prevent_cse=not is_loop,
+                    policy=REMAT_POLICIES[self.remat_policy],
+                    static_argnums=0,
+                )
+            x, memories, auxiliary = _run_in_turn(run_layer, kinds[:size], x, shared)
+            to_share = {
+                kind.is_local: memory
+                for kind, memory in zip(kinds, memories, strict=False)
+                if memory is not None and not kind.is_shared
+            }
+            return x, (to_share, auxiliary)
+
+        repetitions = len(kinds) // size
+        stacked = (layers, jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), inputs_BxTxL))
+        # Without another axis the backward pass keeps no copies of what it needs of one layer.
+        if size > 1:
+            stacked = jax.tree.map(lambda x: x.reshape(repetitions, -1, *x.shape[1:]), stacked)
+        x, (to_share, auxiliary) = jax.lax.scan(
+            run_pattern, x, stacked, unroll=1 if is_loop else repetitions
+        )
+        # The last repetition's.
+        to_share = jax.tree.map(lambda x: x[-1], to_share)
+        return x, to_share, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), auxiliary)
 
     def _run_unrolled(
         self,
@@ -395,35 +378,68 @@ class Transformer(LayerOptions):
             # The token at position i belongs in column i of its row.
             columns_B = positions_BxT[:, 0]
         rotations = self._rotations(positions_BxT, length)
-        layer = self._layer()
-        new_cache: list[LayerCache] = []
-        auxiliary = []
-        shared: Shared = {}
-        for i, kind in enumerate(layer_kinds(self.architecture)):
-            own_cache = shared.get(kind.is_local) if kind.is_shared else cache and cache[i]
-            output: Any = layer.apply(
+        kinds = layer_kinds(self.architecture)
+
+        def run_layer(
+            i: int, x: jax.Array, shared_memory: LayerCache | None
+        ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
+            kind = kinds[i]
+            output: Any = self._layer().apply(
                 {"params": params[f"layer_{i}"]},
                 x,
                 kind,
                 rotations,
                 segments_BxT,
-                jax.tree.map(lambda x, i=i: x[:, :, i], inputs_BxTxL),
-                own_cache,
+                jax.tree.map(lambda x: x[:, :, i], inputs_BxTxL),
+                shared_memory if kind.is_shared or cache is None else cache[i],
                 None if kind.is_shared and cache is None else columns_B,
             )
-            x, layer_cache, layer_auxiliary = output
+            x, memory, auxiliary = output
             if cache is None and self.decoding == "tpu":
                 # Where a norm follows the products (Gemma), the compiler for TPUs would keep what
                 # each layer adds instead of the sum, and add all of it up again in every layer.
                 x = jax.lax.optimization_barrier(x)
-            if not kind.is_shared:
-                shared[kind.is_local] = layer_cache
-                if cache is None and not isinstance(layer_cache, RecurrentState):
-                    layer_cache = cache_layout(self.decoding, *layer_cache)
-                new_cache.append(layer_cache)
-            # Stacked below, to the same form that a scan returns.
-            auxiliary.append(layer_auxiliary)
-        return x, tuple(new_cache), _join_dicts(jnp.stack, auxiliary)
+            return x, memory, auxiliary
+
+        x, memories, auxiliary = _run_in_turn(run_layer, kinds, x, {})
+        new_cache = tuple(
+            memory
+            if cache is not None or isinstance(memory, RecurrentState)
+            else cache_layout(self.decoding, *memory)
+            for kind, memory in zip(kinds, memories, strict=True)
+            if not kind.is_shared
+        )
+        return x, new_cache, auxiliary
+
+
+def _run_in_turn(
+    run_layer: Callable[[int, jax.Array, LayerCache | None], tuple[jax.Array, Any, Auxiliary]],
+    kinds: tuple[LayerKind, ...],
+    x: jax.Array,
+    shared: Shared,
+) -> tuple[jax.Array, list[Any], Auxiliary]:
+    """Run layers one after the other: the loop over layers, scanned or unrolled.
+
+    Args:
+      run_layer: called as `run_layer(i, x, memory)` with the keys and values, or their cache, that
+        layer i shares with an earlier one; returns hidden states, what the layer remembers, and
+        auxiliary outputs.
+      kinds: of the layers.
+      x: input of the first layer.
+      shared: what layers before these share.
+
+    Returns:
+      Hidden states, what each layer remembers, and auxiliary outputs, [L, ...].
+    """
+    memories = []
+    auxiliary = []
+    for i, kind in enumerate(kinds):
+        x, memory, of_layer = run_layer(i, x, shared[kind.is_local] if kind.is_shared else None)
+        if not kind.is_shared:
+            shared = {**shared, kind.is_local: memory}
+        memories.append(memory)
+        auxiliary.append(of_layer)
+    return x, memories, _join_dicts(jnp.stack, auxiliary)
 
 
 class _Parameters(nn.Module):
@@ -457,8 +473,8 @@ class _Parameters(nn.Module):
             }
             shared: Shared = {}
             for kind in different.values():
-                own = shared.get(kind.is_local) if kind.is_shared else None
-                _, keys_and_values, _ = layer(x, kind, rotations, None, inputs, own)
+                memory = shared.get(kind.is_local) if kind.is_shared else None
+                _, keys_and_values, _ = layer(x, kind, rotations, None, inputs, memory)
                 shared.setdefault(kind.is_local, keys_and_values)
             return x, None
 
@@ -470,18 +486,16 @@ class _Parameters(nn.Module):
         norm(a, name="norm")(x)
 
 
-def _kind_of_each(architecture: Architecture) -> LayerKind | None:
-    """Return the kinds of all layers, [L]; `None` if they are alike."""
+def _varying_flags(architecture: Architecture) -> tuple[jax.Array, jax.Array] | None:
+    """Return `is_local` and `is_rotated` of all layers, [L], as inputs of one loop over them.
+
+    `None` if the layers are alike, so that no branch is compiled, or have different parameters.
+    """
     kinds = layer_kinds(architecture)
-    # With layers of one kind it is a constant of the program, and no branch is compiled.
-    if len(set(kinds)) == 1:
+    if architecture.partial_stacks or len(set(kinds)) == 1:
         return None
-    return LayerKind(*map(jnp.array, zip(*kinds, strict=True)))
-
-
-def _layers_first(inputs_BxTxL: LayerInputs) -> LayerInputs:
-    """Return what layers read of each token with the axis of layers in front."""
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), inputs_BxTxL)
+    is_local, is_rotated, *_ = map(jnp.array, zip(*kinds, strict=True))
+    return is_local, is_rotated
 
 
 def _init_embedding(key: jax.Array, rows: int, width: int) -> Params:
@@ -518,18 +532,18 @@ def _stacks_of(layers: Params, span: slice, partial_stacks: PartialStacks) -> Pa
     """Return the parts of stacked parameters, or of trees like them, that some layers have."""
     taken: Params = {}
     for name, stacked in layers.items():
-        own = span
+        part = span
         if (owners := partial_stacks.get(name)) is not None:
-            first = sum(owners[: span.start or 0])
-            own = slice(first, first + sum(owners[span]))
-        if own.stop > (own.start or 0):
-            taken[name] = jax.tree.map(lambda x, own=own: x[own], stacked)
+            first = sum(owners[: span.start])
+            part = slice(first, first + sum(owners[span]))
+        if part.stop > part.start:
+            taken[name] = jax.tree.map(lambda x, part=part: x[part], stacked)
     return taken
 
 
 def _drop_unused(architecture: Architecture, layers: Params) -> Params:
     """Return stacked layers without the parameters that only layers of another kind have."""
-    owners = {name: np.array(own) for name, own in architecture.partial_stacks.items()}
+    owners = {name: np.array(has_part) for name, has_part in architecture.partial_stacks.items()}
     return {
         name: jax.tree.map(lambda x, name=name: x[owners[name]], value) if name in owners else value
         for name, value in layers.items()
