@@ -16,7 +16,7 @@ from jax_ppo.runtime import meshes
 from jax_ppo.runtime.devices import read_memory_limit
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.routing import routing_bytes
-from jax_ppo.sampler.slots import Cache, build_job, initial_state
+from jax_ppo.sampler.slots import Cache, DecodeJob, initial_state, pad_queue
 from jax_ppo.types import Prompts
 
 # Where the platform does not report its memory, as on CPUs.
@@ -110,8 +110,12 @@ def _cache_shapes(
     model: Transformer, options: SamplingOptions, prompts: Prompts
 ) -> tuple[Cache, Cache]:
     def make_caches(prompts: Prompts) -> tuple[Cache, Cache]:
-        keys_N = jnp.zeros(len(prompts.lengths) * options.n)
-        state = initial_state(build_job(model, options, {}, prompts, keys_N))
+        N = len(prompts.lengths) * options.n
+        queue = pad_queue(options, prompts, N)
+        job = DecodeJob(
+            model=model, options=options, params={}, prompts=queue, keys_N=jnp.zeros(N), count=N
+        )
+        state = initial_state(job)
         return state.slots.cache, state.prefill_buffer
 
     return jax.eval_shape(make_caches, prompts)

@@ -20,7 +20,7 @@ from jax_ppo.runtime.sharding import drop_padded_rows, num_padded_rows
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.decode_loop import decode_queue
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.slots import build_job, initial_state
+from jax_ppo.sampler.slots import DecodeJob, initial_state, pad_queue
 from jax_ppo.types import Params, Prompts, Rollout
 
 
@@ -78,23 +78,21 @@ def continue_responses(
     started_N, ended_N = rollout.lengths, has_ended(rollout)
     # Those that have not ended come first, in their order.
     order_N = jnp.argsort(ended_N, stable=True)
-    prompts, responses = rollout.prompts, rollout.responses
-    extended = append_responses(prompts, responses, started_N, T - 1)
-    keys_N = jax.random.wrap_key_data(draws.keys)
-    job = build_job(
-        model,
-        options,
-        params,
-        jax.tree.map(lambda x: x[order_N], extended),
-        keys_N[order_N],
-        any_shard,
+    extended = append_responses(rollout.prompts, rollout.responses, started_N, T - 1)
+    queue = jax.tree.map(lambda x: x[order_N], extended)
+    job = DecodeJob(
+        model=model,
+        options=options,
+        params=params,
+        prompts=pad_queue(options, queue, len(order_N)),
+        keys_N=jax.random.wrap_key_data(draws.keys)[order_N],
+        count=(~ended_N).sum(),
+        any_shard=any_shard,
         start=started_N[order_N],
         limit=jnp.minimum(started_N + (options.partial_length or T), T)[order_N],
-        count=(~ended_N).sum(),
-        originals=jax.tree.map(lambda x: x[order_N], prompts),
     )
     results = {
-        "responses": responses,
+        "responses": rollout.responses,
         "logprobs": rollout.logprobs,
         "lengths": started_N,
         "finished": ended_N,

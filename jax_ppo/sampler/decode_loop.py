@@ -15,23 +15,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ppo.models.cache import keep_states
 from jax_ppo.models.transformer import Transformer, TransformerOutput
 from jax_ppo.runtime.sharding import drop_padded_rows, num_padded_rows
 from jax_ppo.sampler import dialogues, routing, sampling
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.next_token import advance_stop_search, draw_next_tokens, finishes_responses
+from jax_ppo.sampler.next_token import draw_next_tokens
 from jax_ppo.sampler.slots import (
     DecodeJob,
     DecodeState,
-    Slots,
-    build_job,
     busy_slots,
     compact_slots,
     fill_slots,
     has_queue,
     initial_state,
     needs_prefill,
+    pad_queue,
+    record_draws,
     slot_widths,
 )
 from jax_ppo.types import Params, Prompts, Rollout
@@ -47,7 +46,6 @@ def generate_responses(
     indices_N: jax.Array,
     key: jax.Array,
     any_shard: Callable[[jax.Array], jax.Array] = lambda holds: holds,
-    has_padding: bool = False,
 ) -> Rollout:
     """Sample n responses to each prompt. Pure; to be compiled with model and options static.
 
@@ -61,20 +59,30 @@ def generate_responses(
       params: the actor's, unrolled (`models.transformer.unroll_params`), in the type to compute in,
         laid out for decoding.
       prompts: [N / n, P]; sample i answers prompt i // n.
-      indices_N: int32, the samples' addresses for random numbers.
+      indices_N: int32, the samples' addresses for random numbers. The last ones may be `PADDING`;
+        what is returned for such a sample has no meaning.
       key: the base key of the step.
       any_shard: see `DecodeJob`.
-      has_padding: whether the last of `indices_N` may be `PADDING`; what is returned for such a
-        sample has no meaning.
     """
     if not model.unrolled:
         raise ValueError("the sampler needs Transformer(unrolled=True), which returns a cache")
     model = model.clone(returns_routed_experts=options.returns_routed_experts)
-    keys_N = sampling.sample_keys(key, indices_N)
-    count = (indices_N != PADDING).sum() if has_padding else None
-    job = build_job(model, options, params, prompts, keys_N, any_shard, count=count)
+    is_padding_N = indices_N == PADDING
+    job = DecodeJob(
+        model=model,
+        options=options,
+        params=params,
+        prompts=pad_queue(options, prompts, len(indices_N)),
+        keys_N=sampling.sample_keys(key, indices_N),
+        count=(~is_padding_N).sum(),
+        any_shard=any_shard,
+    )
     prompts_N = jax.tree.map(lambda x: jnp.repeat(x, options.n, axis=0), prompts)
-    state = decode_queue(job, _first_state(job, prompts_N, indices_N, has_padding))
+    state = initial_state(job)._replace(finished=is_padding_N)
+    if options.environment is not None:
+        begun = dialogues.start_dialogues(options, job.keys_N, prompts_N, indices_N)
+        state = state._replace(dialogues=begun)
+    state = decode_queue(job, state)
     rollout = Rollout(
         prompts=dataclasses.replace(prompts_N, rows=None),
         responses=state.responses,
@@ -89,23 +97,6 @@ def generate_responses(
     if state.dialogues is not None:
         return dialogues.record_dialogues(options, rollout, state.dialogues)
     return rollout
-
-
-def _first_state(
-    job: DecodeJob, prompts: Prompts, indices_N: jax.Array, has_padding: bool
-) -> DecodeState:
-    """Return the state before the first token, with dialogues if there is an environment.
-
-    Takes the prompt of each sample, [N, P].
-    """
-    state = initial_state(job)
-    if has_padding:
-        state = state._replace(finished=indices_N == PADDING)
-    if job.options.environment is None:
-        return state
-    return state._replace(
-        dialogues=dialogues.start_dialogues(job.options, job.keys_N, prompts, indices_N)
-    )
 
 
 def decode_queue(job: DecodeJob, state: DecodeState) -> DecodeState:
@@ -204,60 +195,35 @@ def decode_and_answer(job: DecodeJob, state: DecodeState) -> DecodeState:
 
 def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     """Run each slot's last token, draw and record the next one; drop what idle slots draw."""
-    options = job.options
     slots = state.slots
-    busy_B = busy_slots(job, state)
     # An idle slot computes for the last sample; its results are dropped.
     sample_B = jnp.minimum(slots.sample, job.samples - 1)
-    positions_B = jnp.where(
-        busy_B, job.originals.lengths[sample_B // options.n] + slots.drawn - 1, 0
-    )
+    prompts_B = job.prompts.lengths[sample_B // job.options.n] - job.start_of(sample_B)
+    positions_B = jnp.where(busy_slots(job, state), prompts_B + slots.drawn - 1, 0)
     decoded: TransformerOutput = job.model.apply(  # type: ignore[assignment]
         {"params": job.params}, slots.token[:, None], positions_B[:, None], cache=slots.cache
     )
     assert decoded.cache is not None
-    cache = decoded.cache
-    tokens_B, logprobs_B = draw_next_tokens(
+    draws = draw_next_tokens(
         job.model.architecture,
-        options,
+        job.options,
         job.params,
         decoded.hidden[:, 0],
         job.keys_N[sample_B],
         slots.drawn,
     )
-    # The sample that each slot writes to; N, past the end of the arrays, writes nothing.
-    written_B = slots.sample
-    if state.dialogues is not None:
-        # Observations take the place of what is drawn; slots that wait write nothing.
-        is_observed_B = dialogues.runs_observation(state, sample_B)
-        tokens_B = jnp.where(is_observed_B, state.responses[sample_B, slots.drawn], tokens_B)
-        logprobs_B = jnp.where(is_observed_B, 0.0, logprobs_B)
-        waits_B = dialogues.waiting_slots(job, state)
-        written_B = jnp.where(waits_B, job.samples, written_B)
-        # A slot that waits will run its token again.
-        cache = keep_states(cache, slots.cache, waits_B)
-    # An EOS or a stop string finishes a response. The limit ends it without finishing it.
-    drawn_B = slots.drawn + 1
-    stop_B = advance_stop_search(options, state.stop_states[sample_B], tokens_B, drawn_B)
-    finishes_B = finishes_responses(options, tokens_B, stop_B)
-    ended_B = finishes_B | (drawn_B == job.limit_of(sample_B))
-    recorded = state._replace(
-        slots=Slots(sample=slots.sample, drawn=drawn_B, token=tokens_B, cache=cache),
-        responses=state.responses.at[written_B, slots.drawn].set(tokens_B, mode="drop"),
-        logprobs=state.logprobs.at[written_B, slots.drawn].set(logprobs_B, mode="drop"),
-        lengths=state.lengths.at[written_B].set(drawn_B, mode="drop"),
-        stop_states=state.stop_states.at[written_B].set(stop_B, mode="drop"),
-        slot_steps=state.slot_steps + len(busy_B),
-    )
     if state.routing is not None:
         routed = decoded.auxiliary["routed_experts"]
         record = routing.record_tokens(state.routing, routed, slots.sample, positions_B)
-        recorded = recorded._replace(routing=record)
+        state = state._replace(routing=record)
     if state.dialogues is not None:
-        return dialogues.end_turns(job, slots, recorded, is_observed_B, finishes_B)
+        return dialogues.record_turns(job, state, draws, decoded.cache)
+    state, finishes_B = record_draws(job, state, slots.sample, draws, decoded.cache)
+    # The limit ends a response without finishing it.
+    ended_B = finishes_B | (state.slots.drawn == job.limit_of(sample_B))
     # An ended sample leaves its slot at once: N marks the slot as idle.
-    return recorded._replace(
-        slots=recorded.slots._replace(sample=jnp.where(ended_B, job.samples, slots.sample)),
+    return state._replace(
+        slots=state.slots._replace(sample=jnp.where(ended_B, job.samples, slots.sample)),
         finished=state.finished.at[slots.sample].set(finishes_B, mode="drop"),
     )
 
@@ -280,7 +246,7 @@ def sampler_program(
         missing = num_padded_rows(count) - count
         # The index addresses a sample's random numbers, wherever the sample is decoded.
         indices_N = first_sample_index + jnp.arange(count * options.n)
-        generate = functools.partial(generate_responses, model, options, has_padding=missing > 0)
+        generate = functools.partial(generate_responses, model, options)
         # Prompts are padded to a multiple of the devices; padding is not answered.
         rows = prompts.rows
         if rows is not None:

@@ -14,11 +14,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_ppo.models.cache import keep_states
 from jax_ppo.runtime.parallelism.rows import call_host
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.environment import Answers, Turns, dialogue_seeds
-from jax_ppo.sampler.slots import DecodeJob, DecodeState, Dialogues, Slots, busy_slots
+from jax_ppo.sampler.sampling import Draws
+from jax_ppo.sampler.slots import (
+    Cache,
+    DecodeJob,
+    DecodeState,
+    Dialogues,
+    busy_slots,
+    record_draws,
+)
 from jax_ppo.types import NOTHING, Prompts, Rollout
 
 
@@ -66,38 +75,32 @@ def waiting_slots(job: DecodeJob, state: DecodeState) -> jax.Array:
     return state.dialogues.waits[sample_B] & busy_slots(job, state)
 
 
-def runs_observation(state: DecodeState, sample_B: jax.Array) -> jax.Array:
-    """Return which slots take the next token of an observation instead of drawing one, bool [B]."""
-    assert state.dialogues is not None
-    return state.slots.drawn < state.dialogues.turn_start[sample_B]
+def record_turns(job: DecodeJob, state: DecodeState, draws: Draws, cache: Cache) -> DecodeState:
+    """Record the tokens of a decode step, and let the turns that they end wait.
 
-
-def end_turns(
-    job: DecodeJob,
-    before: Slots,
-    recorded: DecodeState,
-    is_observed_B: jax.Array,
-    finishes_B: jax.Array,
-) -> DecodeState:
-    """Record who chose the tokens of a decode step, and let the turns that they end wait.
-
-    `before` are the slots before the step, `recorded` is the state after it. `is_observed_B` says
-    which tokens belong to an observation, `finishes_B` which would end a turn, by an EOS or a stop
-    string.
+    Observations take the place of what is drawn.
     """
-    slots = recorded.slots
-    dialogues = recorded.dialogues
+    before, dialogues = state.slots, state.dialogues
     assert dialogues is not None
     N = job.samples
     sample_B = jnp.minimum(before.sample, N - 1)
-    # A slot that waits runs its last token once more: nothing of it has changed.
-    waits_B = waiting_slots(job, recorded)
+    is_observed_B = before.drawn < dialogues.turn_start[sample_B]
+    observed_B = state.responses[sample_B, before.drawn]
+    draws = Draws(
+        jnp.where(is_observed_B, observed_B, draws.tokens),
+        jnp.where(is_observed_B, 0.0, draws.logprobs),
+    )
+    # A slot that waits writes nothing, and will run its last token again.
+    waits_B = waiting_slots(job, state)
     written_B = jnp.where(waits_B, N, before.sample)
+    cache = keep_states(cache, before.cache, waits_B)
+    recorded, finishes_B = record_draws(job, state, written_B, draws, cache)
+    slots = recorded.slots
     ended_B = finishes_B | (slots.drawn == job.options.max_response_length)
     if job.options.max_turn_length is not None:
         ended_B |= slots.drawn - dialogues.turn_start[sample_B] == job.options.max_turn_length
     # Strings are searched for in the policy's own turns only.
-    observed_B = jnp.where(is_observed_B, written_B, N)
+    searched_B = jnp.where(is_observed_B, written_B, N)
     return recorded._replace(
         # Whether the turn is finished, until it is answered.
         finished=recorded.finished.at[written_B].set(finishes_B & ~is_observed_B, mode="drop"),
@@ -105,7 +108,7 @@ def end_turns(
             drawn=jnp.where(waits_B, before.drawn, slots.drawn),
             token=jnp.where(waits_B, before.token, slots.token),
         ),
-        stop_states=recorded.stop_states.at[observed_B].set(text_search.START, mode="drop"),
+        stop_states=recorded.stop_states.at[searched_B].set(text_search.START, mode="drop"),
         dialogues=dialogues._replace(
             waits=dialogues.waits.at[written_B].set(ended_B & ~is_observed_B, mode="drop"),
             is_action=dialogues.is_action.at[written_B, before.drawn].set(

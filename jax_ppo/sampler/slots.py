@@ -23,7 +23,9 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.parallelism.heads import num_split_kv_heads
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.engine import SamplingOptions
+from jax_ppo.sampler.next_token import advance_stop_search, finishes_responses
 from jax_ppo.sampler.routing import RoutingRecord, empty_record, record_entries
+from jax_ppo.sampler.sampling import Draws
 from jax_ppo.types import Params, Prompts
 
 PREFILL_TOKENS = 8192  # prompt tokens that one prefill runs
@@ -89,25 +91,19 @@ class DecodeJob:
     model: Transformer  # the actor's model, with `unrolled=True`
     options: SamplingOptions  # how to sample
     params: Params  # the actor's weights, laid out for decoding
-    # [N / n, P], padded to a multiple of `group` with prompts of length 1, which are not answered.
-    # Where responses continue, they include their tokens.
+    # [N / n, P], from `pad_queue`. Where responses continue, they include their tokens.
     prompts: Prompts
-    originals: Prompts  # [N / n, P or less], the prompts without tokens of the responses
     keys_N: jax.Array  # one random key per sample
-    group: int  # G, prompts prefilled together
-    width: int  # B, the number of slots at first
-    # Tokens of each response that have been drawn and are part of its prompt: one number, or int32
-    # [N] where responses continue.
-    start: int | jax.Array
-    # Tokens of a response at which a sample leaves its slot, even if it has not ended: one number,
-    # or int32 [N].
-    limit: int | jax.Array
-    span: int  # the most tokens that a slot draws of a response
-    columns: int  # columns of a slot's cache
     count: int | jax.Array  # how many of the samples, from the first on, are decoded
     # Maps a bool to whether it holds on any of the row shards whose loops run in step with this
     # one's.
-    any_shard: Callable[[jax.Array], jax.Array]
+    any_shard: Callable[[jax.Array], jax.Array] = lambda holds: holds
+    # Tokens of each response that have been drawn and are part of its prompt: one number, or int32
+    # [N] where responses continue.
+    start: int | jax.Array = 0
+    # int32 [N], where responses continue: tokens at which a sample leaves its slot, even if it has
+    # not ended; `None`: T.
+    limit: jax.Array | None = None
 
     @property
     def samples(self) -> int:
@@ -119,8 +115,31 @@ class DecodeJob:
         return self.start if isinstance(self.start, int) else self.start[samples]
 
     def limit_of(self, samples: jax.Array) -> int | jax.Array:
-        """Return `limit` of these samples."""
-        return self.limit if isinstance(self.limit, int) else self.limit[samples]
+        """Return the tokens at which these samples leave their slots."""
+        return self.options.max_response_length if self.limit is None else self.limit[samples]
+
+    @property
+    def width(self) -> int:
+        """Return B, the number of slots at first."""
+        return num_slots(self.options, self.samples)
+
+    @property
+    def group(self) -> int:
+        """Return G, the number of prompts that are prefilled together."""
+        return prefill_group_size(self.options, self.prompts, self.samples)
+
+    @property
+    def span(self) -> int:
+        """Return the most tokens that a slot draws of a response."""
+        longest = self.options.max_response_length
+        return longest if self.limit is None else self.options.partial_length or longest
+
+    @property
+    def columns(self) -> int:
+        """Return the number of columns of a slot's cache."""
+        P = self.prompts.tokens.shape[1]
+        # Where responses continue, the prompts have columns for all tokens but the last.
+        return P + (self.options.max_response_length if self.limit is None else 1)
 
     @property
     def refill(self) -> int:
@@ -128,55 +147,29 @@ class DecodeJob:
         return max(1, self.width // 64)
 
 
-def build_job(
-    model: Transformer,
-    options: SamplingOptions,
-    params: Params,
-    prompts: Prompts,
-    keys_N: jax.Array,
-    any_shard: Callable[[jax.Array], jax.Array] = lambda holds: holds,
-    *,
-    start: int | jax.Array = 0,
-    limit: jax.Array | None = None,
-    count: int | jax.Array | None = None,
-    originals: Prompts | None = None,
-) -> DecodeJob:
-    """Choose the numbers of slots and of prompts per prefill, and pad the queue to whole groups.
+def num_slots(options: SamplingOptions, samples: int) -> int:
+    """Return the number of slots of a queue: more than its samples would never be used."""
+    return min(options.slots or samples, samples)
 
-    See `DecodeJob` for the arguments. Without a `limit` it is T, without a `count` all samples,
-    without `originals` the prompts.
+
+def prefill_group_size(options: SamplingOptions, prompts: Prompts, samples: int) -> int:
+    """Return as many prompts as slots take at once, within the budget of a prefill."""
+    rows, P = prompts.tokens.shape
+    return max(1, min(PREFILL_TOKENS // P, rows, -(-num_slots(options, samples) // options.n)))
+
+
+def pad_queue(options: SamplingOptions, prompts: Prompts, samples: int) -> Prompts:
+    """Return the prompts of a queue, padded to whole groups with prompts of length 1.
+
+    These are not answered.
     """
     rows, P = prompts.tokens.shape
-    # More slots than samples would never be used.
-    width = min(options.slots or len(keys_N), len(keys_N))
-    # As many prompts as the slots take at once, within the budget of a prefill.
-    group = max(1, min(PREFILL_TOKENS // P, rows, -(-width // options.n)))
+    missing = -rows % prefill_group_size(options, prompts, samples)
     # Padding may be anything, an id outside the vocabulary too: it is replaced by zeros.
     tokens = jnp.where(jnp.arange(P) < prompts.lengths[:, None], prompts.tokens, 0)
-    queue = Prompts(
-        tokens=jnp.pad(tokens, ((0, -rows % group), (0, 0))),
-        lengths=jnp.pad(prompts.lengths, (0, -rows % group), constant_values=1),
-    )
-    longest = options.max_response_length
-    # Where responses continue, the prompts have columns for all tokens but the last.
-    span, columns = longest, P + longest
-    if limit is not None:
-        span, columns = options.partial_length or longest, P + 1
-    return DecodeJob(
-        model=model,
-        options=options,
-        params=params,
-        prompts=queue,
-        originals=queue if originals is None else originals,
-        keys_N=keys_N,
-        group=group,
-        width=width,
-        start=start,
-        limit=longest if limit is None else limit,
-        span=span,
-        columns=columns,
-        count=len(keys_N) if count is None else count,
-        any_shard=any_shard,
+    return Prompts(
+        tokens=jnp.pad(tokens, ((0, missing), (0, 0))),
+        lengths=jnp.pad(prompts.lengths, (0, missing), constant_values=1),
     )
 
 
@@ -323,3 +316,28 @@ def compact_slots(job: DecodeJob, state: DecodeState, width: int) -> DecodeState
         cache=cache,
     )
     return state._replace(slots=compacted)
+
+
+def record_draws(
+    job: DecodeJob, state: DecodeState, written_B: jax.Array, draws: Draws, cache: Cache
+) -> tuple[DecodeState, jax.Array]:
+    """Record the next token of each slot's sample, and the cache of the step that drew it.
+
+    `written_B` are the samples to write to; N, past the end of the arrays, writes nothing.
+
+    Returns:
+      (the state; whether an EOS or a stop string finishes the response or turn, bool [B]).
+    """
+    slots = state.slots
+    drawn_B = slots.drawn + 1
+    sample_B = jnp.minimum(slots.sample, job.samples - 1)
+    stop_B = advance_stop_search(job.options, state.stop_states[sample_B], draws.tokens, drawn_B)
+    recorded = state._replace(
+        slots=Slots(sample=slots.sample, drawn=drawn_B, token=draws.tokens, cache=cache),
+        responses=state.responses.at[written_B, slots.drawn].set(draws.tokens, mode="drop"),
+        logprobs=state.logprobs.at[written_B, slots.drawn].set(draws.logprobs, mode="drop"),
+        lengths=state.lengths.at[written_B].set(drawn_B, mode="drop"),
+        stop_states=state.stop_states.at[written_B].set(stop_B, mode="drop"),
+        slot_steps=state.slot_steps + len(drawn_B),
+    )
+    return recorded, finishes_responses(job.options, draws.tokens, stop_B)

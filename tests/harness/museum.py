@@ -54,9 +54,12 @@ END_OF_RESPONSE = [
             "stop; verl: an empty response has its last token at index -1"
         ),
         test=f"{TEST_GENERATE}::test_eos_is_kept_and_nothing_comes_after_it",
-        where="decode_step",
+        where="record_draws",
         old="state.lengths.at[written_B].set(drawn_B, mode='drop')",
-        new="state.lengths.at[written_B].set(drawn_B - finishes_B, mode='drop')",
+        new=(
+            "state.lengths.at[written_B].set(drawn_B - finishes_responses(job.options, "
+            "draws.tokens, stop_B), mode='drop')"
+        ),
     ),
     Exhibit(
         name="the_loss_mask_excludes_the_eos",
@@ -73,11 +76,11 @@ END_OF_RESPONSE = [
         name="lengths_are_counted_from_pad_ids",
         source="trl#5303, trl#1482: if pad is the EOS, `ids != pad` takes real tokens for padding",
         test=f"{TEST_GENERATE}::test_pad_may_be_eos",
-        where="build_job",
-        old="jnp.pad(prompts.lengths, (0, -rows % group), constant_values=1)",
+        where="pad_queue",
+        old="jnp.pad(prompts.lengths, (0, missing), constant_values=1)",
         new=(
-            "jnp.pad((prompts.tokens != (*options.eos_ids, -1)[0]).sum(-1), (0, -rows % "
-            "group), constant_values=1)"
+            "jnp.pad((prompts.tokens != (*options.eos_ids, -1)[0]).sum(-1), (0, missing), "
+            "constant_values=1)"
         ),
     ),
     Exhibit(
@@ -125,8 +128,8 @@ END_OF_RESPONSE = [
         source="trl#2387: PPOTrainer samples every response to the maximum length",
         test=f"{TEST_GENERATE}::test_the_loop_ends_with_the_last_row",
         where="decode_step",
-        old="finishes_B | (drawn_B == job.limit_of(sample_B))",
-        new="drawn_B == job.limit_of(sample_B)",
+        old="finishes_B | (state.slots.drawn == job.limit_of(sample_B))",
+        new="state.slots.drawn == job.limit_of(sample_B)",
     ),
     Exhibit(
         name="changed_eos_ids_do_not_retrace",
@@ -225,19 +228,16 @@ SAMPLING_AND_CACHE = [
         source="OpenRLHF#217, trlx#509: rotary positions started at the padded width",
         test=f"{TEST_GENERATE}::test_one_program_a_bucket_and_the_same_samples_from_each",
         where="decode_step",
-        old="job.originals.lengths[sample_B // options.n]",
-        new="job.originals.tokens.shape[1]",
+        old="job.prompts.lengths[sample_B // job.options.n]",
+        new="job.prompts.tokens.shape[1]",
     ),
     Exhibit(
         name="one_position_for_the_whole_batch",
         source="unsloth#3795, unsloth#3803: one position for all rows of a left-padded batch",
         test=f"{TEST_GENERATE}::test_logprobs_are_those_of_a_full_forward_pass",
         where="decode_step",
-        old="jnp.where(busy_B, job.originals.lengths[sample_B // options.n] + slots.drawn - 1, 0)",
-        new=(
-            "jnp.broadcast_to((job.originals.lengths[sample_B // options.n] + slots.drawn - 1)"
-            ".max(), busy_B.shape)"
-        ),
+        old="jnp.where(busy_slots(job, state), prompts_B + slots.drawn - 1, 0)",
+        new="jnp.broadcast_to((prompts_B + slots.drawn - 1).max(), prompts_B.shape)",
     ),
     Exhibit(
         name="a_slot_keeps_the_position_of_the_previous_sample",
@@ -2031,7 +2031,7 @@ DIALOGUES = [
         name="the_mask_of_the_environment_is_inverted",
         source="RAGEN#71: the gradient went to the states and not to the actions",
         test="tests/sampler/test_dialogues.py::test_dialogues_are_those_of_a_loop_over_one_sequence",
-        where="end_turns",
+        where="record_turns",
         old="dialogues.is_action.at[written_B, before.drawn].set(~is_observed_B, mode='drop')",
         new="dialogues.is_action.at[written_B, before.drawn].set(is_observed_B, mode='drop')",
     ),

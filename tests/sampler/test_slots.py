@@ -227,9 +227,14 @@ def step(monkeypatch: pytest.MonkeyPatch) -> tuple[jax.stages.Compiled, Any, Dec
     prompts = make_prompts((3,) * 16, 32)
 
     def build(params: Any, key: jax.Array) -> slots_lib.DecodeJob:
-        keys = sampling.sample_keys(key, jnp.arange(16))
-        model = Transformer(architecture, unrolled=True)
-        return slots_lib.build_job(model, options, params, prompts, keys)
+        return slots_lib.DecodeJob(
+            model=Transformer(architecture, unrolled=True),
+            options=options,
+            params=params,
+            prompts=slots_lib.pad_queue(options, prompts, 16),
+            keys_N=sampling.sample_keys(key, jnp.arange(16)),
+            count=16,
+        )
 
     def init_params(key: jax.Array) -> Any:
         return unroll_params(heads.init_params(Transformer(architecture), key, "lm"))
