@@ -5,5 +5,12 @@ from setuptools import find_packages, setup
 setup(
     packages=[*find_packages(include=["jax_ppo*"]), "jax_ppo.configs"],
     package_dir={"jax_ppo.configs": "configs"},
-    package_data={"jax_ppo": ["py.typed", "config/peers/*.toml", "reporting/report_template.html"]},
+    package_data={
+        "jax_ppo": [
+            "py.typed",
+            "config/peers/*.toml",
+            "demonstration/model/*",
+            "reporting/report_template.html",
+        ]
+    },
 )

@@ -61,11 +61,8 @@ def main() -> None:
             seed, way = seed_and_way
             warmup = steps if way == "warm-up" else 0
             own = [*options, f"--config.trainer.critic_warmup={warmup}"]
-            base = folder / f"critic{seed}"
-            if (base / "model").exists():  # the embedded default creates its model
-                own.append(f"--config.model.path={base}/model")
             if way == "trained":
-                own.append(f"--config.critic.path={base}/critic")
+                own.append(f"--config.critic.path={folder}/critic{seed}/critic")
             workdir = folder / f"{way}{seed}".replace(" ", "_")
             figures = run("train", workdir, arguments, seed, warmup + arguments.actor_steps, own)
             figures = {name: values[warmup:] for name, values in figures.items()}

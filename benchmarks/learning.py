@@ -162,14 +162,11 @@ def read_last_runs(steps: int, seed: int) -> dict:
 
 def run_method(folder: Path, options: dict, steps: int, seed: int) -> tuple[dict, dict]:
     """Run the command once; return the results from its files and the package versions."""
-    made, workdir = folder / "made", folder / f"run{len(list(folder.iterdir()))}"
-    if not made.exists():
-        train(made, {"trainer.total_training_steps": 1, "data.val_files": "", "seed": seed})
+    workdir = folder / f"run{len(list(folder.iterdir()))}"
     start = time.perf_counter()
     train(
         workdir,
         {
-            "model.path": str(made / "model"),
             "trainer.total_training_steps": steps,
             "trainer.save_freq": 0,
             "seed": seed,

@@ -1,11 +1,12 @@
-"""PPO from nothing, without a download, on a laptop.
+"""PPO without a download, on a laptop.
 
     python -m jax_ppo.train --config=configs/arithmetic.py
 
-Trains a tokenizer and a small Llama, which learns to solve word problems in GSM8K's form step by
-step, and then to give the answer at once, which is usually wrong. PPO discovers which of the two
-pays; its only signal is a reward of 1 for a correct answer. Expect held-out accuracy, sampled
-at temperature 1, to rise from 0.32-0.42 to 0.92-0.97, in 35 to 70 seconds on 2 cores.
+Starts from the small model in the package (jax_ppo/demonstration/model/, made by
+benchmarks/demonstration_model.py). It can solve word problems in GSM8K's form step by step, but has
+the habit of giving the answer at once, which is usually wrong. PPO discovers which of the two pays;
+its only signal is a reward of 1 for a correct answer. Expect held-out accuracy, sampled at
+temperature 1, to rise from 0.35-0.42 to 0.98-0.99.
 """
 
 from ml_collections import ConfigDict

@@ -2,10 +2,9 @@
 
     python -m jax_ppo.train --config=configs/calculator.py
 
-The model of `arithmetic`, made in 70 instead of 140 supervised steps, gives answers at once that
-are usually wrong. PPO discovers that steps pay, whose sums the calculator does: a turn ends with
-`=`, and the calculator continues. In a run of 30 steps held-out accuracy, sampled at temperature 1,
-rose from 0.28 to 0.98.
+The small model of `arithmetic` gives answers at once that are usually wrong. PPO discovers that
+steps pay, whose sums the calculator does: a turn ends with `=`, and the calculator continues. In a
+run of 30 steps held-out accuracy, sampled at temperature 1, rose from 0.28 to 0.98.
 """
 
 from ml_collections import ConfigDict
@@ -17,7 +16,6 @@ def get_config() -> ConfigDict:
     """Return the configuration."""
     config = read_config_file("arithmetic")
     config.experiment_name = "calculator"
-    config.model.create.steps = 70
     config.rollout.stop = "="
     config.rollout.multi_turn.environment = "jax_ppo.environments.calculator:Calculator"
     config.rollout.multi_turn.max_observation_length = 4

@@ -85,7 +85,7 @@ class Registry(dict[str, E], Generic[E]):
         self.options = options
 
     def lookup(self, name: str) -> E:
-        """Return the entry of the value of an option, also if it names a user's function."""
+        """Return the entry for an option's value, built-in or user-defined."""
         if ":" in name:
             return self.kind(name=name, path=name, summary="a function of the user")
         return self[name]

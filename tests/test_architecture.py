@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "processes": {"errors"},
     "thoughts": set(),
     "http_client": {"errors"},
+    "demonstration": {"types"},
     "storage": {"errors"},
     "config": {"errors", "registries", "storage"},
     "migrating": {"errors", "registries", "config"},
@@ -37,8 +38,7 @@ MAY_IMPORT["environments"] = {
     *("http_client", "thoughts"),
 }
 MAY_IMPORT["ppo"] = MAY_IMPORT["training"] | {"training", "sampler", "rewards", "environments"}
-MAY_IMPORT["demonstration"] = MAY_IMPORT["supervised"] | {"supervised"}
-MAY_IMPORT["memory"] = MAY_IMPORT["ppo"] | {"ppo", "supervised", "demonstration"}
+MAY_IMPORT["memory"] = MAY_IMPORT["ppo"] | {"ppo", "supervised"}
 MAY_IMPORT["run"] = MAY_IMPORT["memory"] | {"memory", "reporting"}
 MAY_IMPORT["plan"] = {"errors", "config", "runtime", "memory"}
 MAY_IMPORT["command"] = {"errors", "config", "storage", "runtime", "reporting", "data"}

@@ -59,7 +59,13 @@ def wheel(tmp_path_factory):
 def test_the_wheel_has_the_configurations_and_the_type_marker(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     shipped = {f"jax_ppo/configs/{name}.py" for name in config_files.shipped_names()}
-    files = {"jax_ppo/py.typed", "jax_ppo/kernels/losses.py", "jax_ppo/config/peers/verl.toml"}
+    files = {
+        "jax_ppo/py.typed",
+        "jax_ppo/kernels/losses.py",
+        "jax_ppo/config/peers/verl.toml",
+        "jax_ppo/demonstration/model/model.safetensors",
+        "jax_ppo/demonstration/model/tokenizer.json",
+    }
     assert {*files, *shipped} <= set(names)
     assert len(shipped) >= 6
     assert not [name for name in names if name.startswith(("configs/", "tests/"))]

@@ -149,7 +149,7 @@ def shrink(config: "ml_collections.ConfigDict", defaults: "ml_collections.Config
     """Make a configuration, complete and valid, its smoke form: its algorithm for two cores.
 
     The options of losses, advantages, KL and schedules stay. Models, data and sizes are replaced by
-    the options of the small model that a run creates.
+    those of the small model in the package.
     """
     config.experiment_name = f"{config.experiment_name}-smoke"
     mini_batches = max(1, config.data.train_batch_size // config.actor.ppo_mini_batch_size)
@@ -169,7 +169,6 @@ def shrink(config: "ml_collections.ConfigDict", defaults: "ml_collections.Config
     config.critic.path = ""
     config.model.tokenizer_path = ""
     config.model.dtype = "float32"
-    config.model.create.update(steps=60, habit_steps=10)
     # The built-in rule of the problems replaces any other reward.
     config.reward.update(function="", terms="", url="", model_path="")
     config.reward.overlong_buffer_len = min(config.reward.overlong_buffer_len, _SMOKE_RESPONSE // 3)

@@ -140,7 +140,7 @@ def read_config_file(value: str, command: str = "train") -> "ml_collections.Conf
     values = config_files.call_get_config(value)
     _add_missing_options(values, defaults)
     if config_files.find_config_file(value)[1] == config_files.SMOKE:
-        # They create no small model.
+        # They have no small model to start from.
         if command in SUPERVISED:
             raise UserError(f"--config={value}: supervised training has no smoke form")
         _build_section(Config, values, "")  # refuses what is wrong before it is replaced

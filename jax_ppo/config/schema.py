@@ -296,34 +296,6 @@ class Data:
 
 
 @dataclasses.dataclass(frozen=True)
-class Create:
-    """The small model that is created if `model.path` is empty."""
-
-    vocab_size: int = option(256, "maximum size of the tokenizer that is trained on the data",
-        unit="tokens", at_least=32)
-    hidden_size: int = option(128, "width of the model", at_least=8)
-    intermediate_size: int = option(352, "width of the MLP", at_least=8)
-    num_layers: int = option(2, "number of layers", at_least=1)
-    num_heads: int = option(4, "number of query heads",
-        at_least=1,
-        rules=(OptionRule(lambda c: not c.model.create.hidden_size % c.model.create.num_heads,
-            "it divides `model.create.hidden_size`",
-            "must divide config.model.create.hidden_size={c.model.create.hidden_size}",
-            at_default=True),))
-    num_kv_heads: int = option(2, "number of key and value heads",
-        at_least=1,
-        rules=(OptionRule(lambda c: not c.model.create.num_heads % c.model.create.num_kv_heads,
-            "it divides `model.create.num_heads`",
-            "must divide config.model.create.num_heads={c.model.create.num_heads}",
-            at_default=True),))
-    steps: int = option(140, "supervised steps on examples that are all solved step by step",
-        unit="steps", at_least=1)
-    habit_steps: int = option(30,
-        "further steps, on examples of which a quarter are solved step by step",
-        unit="steps", at_least=1)
-
-
-@dataclasses.dataclass(frozen=True)
 class LoraOptions:
     """Low-rank adapters."""
 
@@ -352,14 +324,14 @@ class Model:
     """The pretrained model and its computation."""
 
     path: str = option("",
-        "Hugging Face folder or hub name, OWNER/NAME or OWNER/NAME@REVISION; empty creates a "
-        "small model (model.create)",
+        "Hugging Face folder or hub name, OWNER/NAME or OWNER/NAME@REVISION; empty: a small "
+        "model that is part of this package and solves problems of `arithmetic`",
         rules=(
             must_be_set(lambda c: c.model.path, "score", *SUPERVISED),
             must_be_set(lambda c: c.model.path or not c.learns_from_files),
             OptionRule(lambda c: c.model.path or c.data.train_files.startswith("arithmetic:"), "",
-                "must be set to a Hugging Face folder or hub name; a model is created only for the"
-                " `arithmetic` data", at_default=True)))
+                "must be set to a Hugging Face folder or hub name; the small model solves only the "
+                "problems of `arithmetic`", at_default=True)))
     tokenizer_path: str = option("", "folder or hub name of the tokenizer; empty: model.path")
     dtype: str = option("auto",
         "type of the computation; optim.param_dtype is the type of stored parameters. auto: "
@@ -379,7 +351,6 @@ class Model:
         "splash where it can run",
         choices=("auto", "xla", "cudnn", "splash"))
     lora: LoraOptions = section(LoraOptions, read_by=MODELS)
-    create: Create = section(Create, read_by=SAMPLING)
 
 
 @dataclasses.dataclass(frozen=True)

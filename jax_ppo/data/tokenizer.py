@@ -160,8 +160,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -
     tokenizer.train_from_iterator(texts, trainer)
     if tokenizer.get_vocab_size() > vocab_size:
         raise UserError(
-            f"config.model.create.vocab_size={vocab_size}: the characters of the data alone need "
-            f"{tokenizer.get_vocab_size()} tokens; set it to that or more"
+            f"vocab_size={vocab_size}: the characters of the texts alone need "
+            f"{tokenizer.get_vocab_size()} tokens"
         )
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

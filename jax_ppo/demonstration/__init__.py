@@ -1,1 +1,1 @@
-"""The demonstration: generated data sets, and a small model that is made for one of them."""
+"""The demonstration: generated data sets, and a small model, in `model/`, for one of them."""

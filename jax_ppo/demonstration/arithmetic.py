@@ -132,7 +132,7 @@ def generate_arithmetic_examples(count: int, split: str = "train", seed: int = 0
 
 
 def generate_worked_solutions(count: int, careful_share: float, seed: int) -> list[tuple[str, str]]:
-    """Return training problems 0 .. count - 1, each with a response, for a supervised warm-up.
+    """Return training problems 0 .. count - 1, each with a response, for fine-tuning.
 
     A model that is trained on them knows the format of an answer but seldom solves step by step:
     with probability `careful_share` a response is a worked solution, which is right. The others

@@ -1,23 +1,17 @@
 """The programs of a PPO step from the options and the models' config.json alone."""
 
 import dataclasses
-import functools
-import json
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ppo.config.schema import Config, Create
-from jax_ppo.demonstration import warmup
+from jax_ppo.config.schema import Config
 from jax_ppo.errors import UserError
 from jax_ppo.memory.decoding_slots import cache_bytes_per_device, queue_cache_shapes
 from jax_ppo.memory.memory_check import LeastMemory, PPOMemory
 from jax_ppo.models.deberta.encoder import Deberta
-from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.ppo.mini_batches import RolloutPacking, make_packer
 from jax_ppo.ppo.rollout_engine import make_engine, sampling_options
 from jax_ppo.ppo.samples.checkpointing import BATCHES_IN_POOL
@@ -125,12 +119,8 @@ def build_abstract_step(config: Config, mesh: Mesh, hosts: int = 1) -> AbstractS
             f"config.rollout.engine={config.rollout.engine!r}: only the memory of the built-in "
             "engine can be planned"
         )
-    describe_model = functools.partial(_describe_small_model, config.model.create)
-    with tempfile.TemporaryDirectory() as folder:
-        folders = resolve_role_folders(
-            resolve_roles(config), config.model, Path(folder), describe_model, DESCRIPTIONS
-        )
-        nets = read_networks(config, folders, needs_weights=False)
+    folders = resolve_role_folders(resolve_roles(config), config.model, DESCRIPTIONS)
+    nets = read_networks(config, folders, needs_weights=False)
     for net in nets.values():
         if not isinstance(net, Deberta):
             meshes.validate_architecture(mesh, net.architecture)
@@ -180,10 +170,3 @@ def build_abstract_step(config: Config, mesh: Mesh, hosts: int = 1) -> AbstractS
         least=PPOMemory(config, nets, mesh).measure(),
         hosts=hosts,
     )
-
-
-def _describe_small_model(create: Create, folder: Path) -> None:
-    """Write the config.json of the small model that a run creates, with its largest vocabulary."""
-    folder.mkdir(parents=True)
-    description = to_hf_config(warmup.make_architecture(create, create.vocab_size))
-    (folder / "config.json").write_text(json.dumps(description))

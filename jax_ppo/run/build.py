@@ -100,7 +100,7 @@ def build_run(
     # 2. Folders, architectures and tokenizers of the roles.
     prompts_are_chats = not isinstance((rows.examples or rows.held_out)[0].prompt, str)
     with heartbeat.activity("reading models' descriptions"):
-        models = read_run_models(config, roles, workdir, mesh, report, prompts_are_chats)
+        models = read_run_models(config, roles, mesh, report, prompts_are_chats)
     validate_run_models(roles, models, config.sequence_length, mesh, rollout_mesh)
     memory = PPOMemory(config, models.nets, mesh, models.folders)
     if trains:

@@ -9,13 +9,10 @@ from jax_ppo.data import prompt_batches
 from jax_ppo.data.prompt_batches import CurriculumBatches, PromptBatch, PromptBatches, SolveRates
 from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.data.sources import source_weights
-from jax_ppo.demonstration import warmup
 from jax_ppo.ppo.forward_passes import ForwardOutputs, join_sequences, run_forward_passes
 from jax_ppo.ppo.mini_batches import sample_lengths
 from jax_ppo.ppo.samples.source import TrainingBatches
 from jax_ppo.ppo.step_parts import StepParts
-from jax_ppo.reporting import console
-from jax_ppo.runtime import work_directory
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.training.networks import Folders
 from jax_ppo.training.state import StateBuilder, TrainState
@@ -60,15 +57,6 @@ class PPORun(StepParts):
         forward = dataclasses.replace(options.forward, **changes)
         packed = self.packer.pack_rows(sample_lengths(batch, rollout))
         return sequences, run_forward_passes(forward, self.nets, state, sequences, *packed)
-
-    def train_missing_actor(self) -> None:
-        """Train the weights of the small actor that a run makes for itself, unless it has them."""
-        if not self.config.model.path:
-            folder = self.folders.actor
-            warmup.train_weights(
-                self.config.model, self.config.seed, folder, self.mesh, console.print_on_main
-            )
-            work_directory.share_with_all(folder.parent, folder.name)
 
     def held_out_batches(self) -> Iterator[PromptBatch]:
         """Return the batches of an evaluation."""

@@ -120,7 +120,6 @@ class PPOTraining:
         If the run makes its own small actor (no `model.path`), train that first.
         """
         run = self._run
-        run.train_missing_actor()
         # A checkpoint holds what training changes; frozen models are read from their folders.
         trained = None
         if step:

@@ -9,7 +9,6 @@ from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config, Model
 from jax_ppo.data import tokenizer as tokenizer_lib
-from jax_ppo.demonstration import warmup
 from jax_ppo.errors import UserError
 from jax_ppo.models import rope
 from jax_ppo.models.architecture import Architecture
@@ -17,7 +16,7 @@ from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.models.hf.load import describe_unread_parts, has_score_head
 from jax_ppo.models.hf.peft import holds_adapters
 from jax_ppo.ppo.reward_inputs import RewardInputs, make_reward_inputs
-from jax_ppo.runtime import meshes, work_directory
+from jax_ppo.runtime import meshes
 from jax_ppo.training.decoders import describe_attention, packed_row_length
 from jax_ppo.training.networks import Folders, Networks, critic_head
 from jax_ppo.training.roles import RunRole, find_role, read_networks, resolve_role_folders
@@ -42,12 +41,11 @@ class RunModels:
 def read_run_models(
     config: Config,
     roles: Sequence[RunRole],
-    workdir: Path,
     mesh: Mesh,
     report: Report,
     prompts_are_chats: bool,
 ) -> RunModels:
-    """Read what the folders of the roles say; describe a small actor if none is named.
+    """Read what the folders of the roles say.
 
     Chats or texts as prompts decide the form of a reward model's inputs. `report` is called with
     lines for the user.
@@ -55,12 +53,7 @@ def read_run_models(
     Raises:
       UserError: a folder does not exist, or holds no model that can take the role.
     """
-
-    def describe_model(folder: Path) -> None:
-        warmup.describe_model(config.model.create, config.seed, folder)
-        work_directory.share_with_all(workdir, folder.name)
-
-    folders = resolve_role_folders(roles, config.model, workdir, describe_model)
+    folders = resolve_role_folders(roles, config.model)
     nets = read_networks(config, folders)
     for folder in dict.fromkeys(folders.values()):
         for line in describe_unread_parts(folder):

@@ -17,11 +17,12 @@ from jax_ppo.run.build import build_run
 from jax_ppo.run.evaluation import evaluate_policy
 from jax_ppo.run.parts import PPORun
 from jax_ppo.run.reporter import Reporter
-from jax_ppo.runtime import compilation, meshes, work_directory
+from jax_ppo.runtime import compilation, meshes
 from jax_ppo.sampler import engine
 from jax_ppo.storage import paths
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.progress import Progress
+from jax_ppo.training.roles import SMALL_MODEL
 from jax_ppo.training.state import TrainState
 
 
@@ -134,8 +135,7 @@ def read_run_options(checkpoint: Path) -> Config:
         raise UserError(
             f"config.model.path={str(checkpoint)!r}: cannot read the options of its run: {error}"
         ) from error
-    # A model that the run made for itself is in its folder.
-    path = run.model.path or str(workdir / work_directory.WARM_UP_MODEL)
+    path = run.model.path or str(SMALL_MODEL)
     return dataclasses.replace(run, model=dataclasses.replace(run.model, path=path))
 
 
@@ -146,7 +146,6 @@ def load_models(run: PPORun, checkpoint: Path | None, trained_roles: tuple[str, 
     without a checkpoint all are read from their folders.
     """
     progress = console.make_loading_reporter
-    run.train_missing_actor()
     if checkpoint is None:
         return run.states.create_models(run.folders, progress)
     step = int(checkpoint.name)

@@ -26,7 +26,6 @@ from jax_ppo.runtime import distributed, signals
 from jax_ppo.storage import paths, remote
 from jax_ppo.storage.bucket_folder import BucketFolder
 
-WARM_UP_MODEL = "model"
 LOCK_FILE = "lock"
 # Network file systems show a new file to other hosts after a few seconds.
 VISIBLE_SECONDS = 20.0
@@ -95,7 +94,7 @@ def _open_bucket(address: str, report: _Report) -> Iterator[Path]:
             )
 
         distributed.run_on_main(claim)
-        bucket.fetch(WARM_UP_MODEL)
+        bucket.fetch()
         distributed.run_on_main(lambda: stack.enter_context(bucket.uploading(report)))
         _open_buckets[bucket.folder] = bucket
         stack.callback(_open_buckets.pop, bucket.folder)
@@ -163,15 +162,6 @@ def remove_file(path: Path) -> None:
         bucket.remove_file(path)
     else:
         path.unlink()
-
-
-def share_with_all(folder: Path, name: str) -> None:
-    """Let every process read a folder of a run's files; all of them call it.
-
-    On a disk that all processes share there is nothing to do.
-    """
-    distributed.run_on_main(lambda: publish(folder))
-    fetch_folder(folder, name)
 
 
 def bucket_of(folder: Path) -> BucketFolder | None:

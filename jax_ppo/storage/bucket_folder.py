@@ -78,16 +78,13 @@ class BucketFolder:
             if run is not None and run.generation == self._generation:
                 run.delete(if_generation_match=run.generation)
 
-    def fetch(self, *names: str) -> None:
-        """Replace the contents of the local folder with files from the bucket.
-
-        These are the files directly in the work directory and in the folders `names`.
-        """
+    def fetch(self) -> None:
+        """Replace the contents of the local folder with the bucket's files outside of folders."""
         with self._uploading, remote.reported_errors(self.address, _OPTION):
             fetched = {
                 name: file
                 for name, file in remote.list_files(self.address, _OPTION).items()
-                if name != RUN_OBJECT and ("/" not in name or name.partition("/")[0] in names)
+                if name != RUN_OBJECT and "/" not in name
             }
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)

@@ -126,10 +126,8 @@ class NetworkReader:
     def actor(self) -> Transformer:
         """Return the policy's model."""
         config, folders = self.config, self.folders
-        # Only config.json is read here; weights are loaded once everything is validated. A small
-        # model that the run makes for itself is trained after that.
-        needs_weights = self.needs_weights and bool(config.model.path)
-        architecture = read_architecture(folders.actor, needs_weights)
+        # Only config.json is read here; weights are loaded once everything is validated.
+        architecture = read_architecture(folders.actor, self.needs_weights)
         decoder = self._build_decoder(architecture)
         lora = None
         if config.has_adapters:
@@ -186,12 +184,10 @@ class NetworkReader:
                 critic = self._with_adapters("critic", "critic.path", head)
         else:
             _refuse_adapters(folder, f"config.critic.path={options.path!r}")
-            # The actor's weights may not have been made yet, see `actor`.
-            needs_weights = self.needs_weights and bool(options.path or self.config.model.path)
             if head == "reward":
-                architecture = _read_architecture_with_head(options, folder, needs_weights)
+                architecture = _read_architecture_with_head(options, folder, self.needs_weights)
             else:
-                architecture = read_architecture(folder, needs_weights)
+                architecture = read_architecture(folder, self.needs_weights)
             if isinstance(architecture, DebertaArchitecture):
                 raise UserError(
                     f"config.critic.path={options.path!r}: is an encoder, which sees a response's "

@@ -16,10 +16,11 @@ from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.models.hf import peft
 from jax_ppo.models.hf.hub import HUB_FILES, resolve_model_folder
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.runtime import work_directory
 from jax_ppo.training.networks import Folders, NetworkReader, Networks, critic_head
 from jax_ppo.training.random_streams import Stream
 
+# What the actor starts from without a `model.path`: benchmarks/demonstration_model.py has made it.
+SMALL_MODEL = Path(__file__).parents[1] / "demonstration" / "model"
 _DIGESTED_BYTES = 1 << 16
 
 
@@ -195,23 +196,10 @@ def resolve_roles(config: Config) -> tuple[RunRole, ...]:
 
 
 def resolve_role_folders(
-    roles: Sequence[RunRole],
-    model: Model,
-    workdir: Path,
-    describe_model: Callable[[Path], None],
-    files: Sequence[str] = HUB_FILES,
+    roles: Sequence[RunRole], model: Model, files: Sequence[str] = HUB_FILES
 ) -> Folders:
-    """Find or download every role's checkpoint, and describe a small actor if none is named.
-
-    `describe_model` writes the small actor, but for its weights, to the folder `model` in
-    `workdir`. `files` are patterns of the files to download.
-    """
-    # Without a model a small one is made, so that a first run needs no download.
-    if model.path:
-        actor = resolve_model_folder(model.path, files=files)
-    else:
-        actor = workdir / work_directory.WARM_UP_MODEL
-        describe_model(actor)
+    """Find or download every role's checkpoint; `files` are patterns of the files to download."""
+    actor = resolve_model_folder(model.path or str(SMALL_MODEL), files=files)
     folders = {"actor": actor}
     for role in roles:
         if role.name == "actor" or not role.is_used:

@@ -63,7 +63,6 @@ def test_the_smoke_form_trains(name, tmp_path):
         "trainer.logger": "",
         "mesh.data": 1,
         "mesh.fsdp": -1,
-        "model.create.steps": 20,
     }
     summary = ppo_training.train_ppo(load_config(f"{name}:smoke", options), tmp_path)
     assert summary["steps"] == 2 and not summary["warnings"]

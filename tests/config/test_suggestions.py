@@ -85,7 +85,7 @@ def test_a_section_is_no_option():
 def test_the_options_of_a_small_section_are_listed_where_no_name_is_near():
     text = "config.algorithm.kl_ctrl.* are type, kl_coef, target_kl, target_unit, horizon."
     assert suggest_option("algorithm.kl_ctrl.beta") == text
-    assert suggest_option("model.name") == "`python -m jax_ppo config` lists all options."
+    assert suggest_option("rollout.beam") == "`python -m jax_ppo config` lists all options."
 
 
 def test_options_of_other_frameworks_are_explained():

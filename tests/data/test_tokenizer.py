@@ -91,7 +91,7 @@ def test_a_small_vocabulary_says_what_it_does_not_know(trained):
 
 
 def test_a_vocabulary_too_small_for_the_characters_is_refused(tmp_path):
-    with pytest.raises(UserError, match="config.model.create.vocab_size=32: .* need 39 tokens"):
+    with pytest.raises(UserError, match="vocab_size=32: .* need 39 tokens"):
         train_tokenizer(["abcdefghijklmnopqrstuvwxyz"], 32, tmp_path)
 
 

@@ -22,7 +22,6 @@ def get_config():
     config.data.val_files = "arithmetic:8:heldout"
     config.data.val_batch_size = 8
     config.data.train_batch_size = 64
-    config.model.create.steps, config.model.create.habit_steps = 2, 1
     config.trainer.critic_warmup = 0
     config.trainer.val_before_train = False
     return config

@@ -11,7 +11,7 @@ import pytest
 import doc_pages
 
 STEPS = "trainer__total_training_steps=12"
-SHORTER = "trainer__total_training_steps=3, model__create__steps=20, model__create__habit_steps=5"
+SHORTER = "trainer__total_training_steps=3"
 NOTEBOOK = doc_pages.ROOT / "examples" / "quickstart.ipynb"
 
 
@@ -38,8 +38,7 @@ def test_options_in_the_notebook_are_valid():
 def test_the_notebook_trains_plots_and_samples(tmp_path):
     """Cells run in their order as one program, without a display.
 
-    The model is made in fewer steps and trained for three: test_learning.py shows that the
-    configuration learns.
+    It trains for three steps: test_learning.py shows that the configuration learns.
     """
     program = tmp_path / "quickstart.py"
     cells = "\n".join(code_cells())
@@ -53,6 +52,6 @@ def test_the_notebook_trains_plots_and_samples(tmp_path):
     )
     assert finished.returncode == 0, finished.stderr
     before, after = re.search(r"accuracy: ([\d.]+) -> ([\d.]+)", finished.stdout).groups()
-    assert float(before) < 0.4
+    assert float(before) < 0.5
     assert 0 <= float(after) <= 1
     assert finished.stdout.count("####") >= 1

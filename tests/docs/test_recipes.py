@@ -40,8 +40,6 @@ SHORT = (
 
 
 SHORTEST = {
-    "model.create.steps": 2,
-    "model.create.habit_steps": 1,
     "data.val_files": "arithmetic:8:heldout",
     "data.train_batch_size": 8,
     "data.val_batch_size": 8,

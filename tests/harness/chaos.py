@@ -229,13 +229,7 @@ class Chaos:
         phases = set(reference.durations)
         if (workdir / "checkpoints" / str(reference.occurrences["updating"])).exists():
             phases &= LAST_PHASES
-        weighted = sorted(phases)
-        # A model is made once.
-        if (workdir / "model" / "model.safetensors").exists():
-            weighted = sorted(phases - {"making the model"})
-        elif "making the model" in phases:
-            weighted += ["making the model"] * 3
-        phase = rng.choice(weighted)
+        phase = rng.choice(sorted(phases))
         if phase == "compiling":
             self._drop_compiled_programs(rng)
         is_rare = reference.occurrences[phase] <= 3

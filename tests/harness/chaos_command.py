@@ -15,12 +15,8 @@ from typing import Any
 
 from jax_ppo import command
 
-# Enough for the tiny model that a run makes.
-WARMUP_SIZES = {"NUM_EXAMPLES": 400, "TOKENIZER_EXAMPLES": 200}
-
 # Each phase begins with a call of one of these functions, by the name under which it is called.
 PHASES = {
-    "making the model": ("jax_ppo.demonstration.warmup:train_on_responses",),
     "loading": (
         "jax_ppo.training.state:StateBuilder.create",
         "jax_ppo.run.supervised_loop:SupervisedTraining.load_state",
@@ -130,9 +126,6 @@ def announce_when_running(run: Callable) -> Callable:
     """Return a wrapper that announces from its call on, as modules are loaded only then."""
 
     def call(*arguments: Any) -> Any:
-        warmup = importlib.import_module("jax_ppo.demonstration.warmup")
-        for name, value in WARMUP_SIZES.items():
-            setattr(warmup, name, value)
         announce_examples()
         announce_phases()
         return run(*arguments)

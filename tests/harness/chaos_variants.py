@@ -106,18 +106,6 @@ VARIANTS = {
             "trainer.critic_warmup=1",
         )
     ),
-    "own model": Variant(
-        options=(
-            "model.path=",
-            "model.create.hidden_size=32",
-            "model.create.intermediate_size=48",
-            "model.create.vocab_size=192",
-            "model.create.steps=12",
-            "model.create.habit_steps=8",
-        ),
-        exports=("actor", "model"),
-        weight=2,
-    ),
     "lora": Variant(options=("model.lora.rank=4",), exports=("actor", "adapter")),
     "shared trunk": Variant(options=("critic.shared_trunk=True",)),
     "one step off": Variant(options=("rollout.max_staleness=1", "algorithm.rollout_is=token")),

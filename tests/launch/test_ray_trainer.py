@@ -139,8 +139,6 @@ def test_two_workers_of_a_local_cluster_train_and_resume(tmp_path):
         "data.train_batch_size": 16,
         "data.val_batch_size": 8,
         "actor.ppo_mini_batch_size": 16,
-        "model.create.steps": 2,
-        "model.create.habit_steps": 1,
         "trainer.critic_warmup": 0,
         "trainer.save_freq": 1,
     }

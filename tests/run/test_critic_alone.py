@@ -167,9 +167,7 @@ def test_a_critic_of_normalized_returns_keeps_its_unit(trained, tmp_path):
         )
 
     def first_state(options):
-        folders = resolve_role_folders(
-            resolve_roles(options), options.model, tmp_path, lambda folder: None
-        )
+        folders = resolve_role_folders(resolve_roles(options), options.model)
         nets = read_networks(options, folders)
         states = StateBuilder.from_config(options, nets, tiny.make_mesh())
         return states.create_models(folders, lambda name: None)

@@ -33,17 +33,13 @@ def train(workdir, *arguments):
 
 @pytest.mark.slow
 def test_arithmetic_goes_from_hasty_to_right(tmp_path):
-    """Half of the configuration's 30 steps.
-
-    The habit at the start depends on how a processor rounds: 0.32 and 0.42 were seen, with 0.96 and
-    0.97 after 30 steps.
-    """
+    """Half of the configuration's 30 steps; 0.36 and 0.42 were seen before, 0.99 after all."""
     evaluations, _, lines = train(
         tmp_path, "--config=configs/arithmetic.py", "--config.trainer.total_training_steps=15"
     )
     assert evaluations[0]["step"] == 0
-    assert evaluations[0]["accuracy"] <= 0.50
-    assert evaluations[-1]["accuracy"] >= 0.75
+    assert 0.30 <= evaluations[0]["accuracy"] <= 0.50
+    assert evaluations[-1]["accuracy"] >= 0.90
     # A newcomer reads at most 15 lines before the first step. Those with dots follow 9 seconds of
     # silence: three of them where the whole run takes a minute.
     before = lines[: next(i for i, line in enumerate(lines) if line.startswith("step "))]

@@ -17,6 +17,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.run import ppo_training, token_scores
 from jax_ppo.run.standalone_evaluation import evaluate_model
 from jax_ppo.run.token_scores import FIGURES, score_file
+from jax_ppo.training.roles import SMALL_MODEL
 from waiting import finish_all
 
 OPTIONS = {
@@ -25,11 +26,6 @@ OPTIONS = {
     "data.train_batch_size": 6,
     "data.val_batch_size": 4,
     "actor.ppo_mini_batch_size": 6,
-    "model.create.steps": 2,
-    "model.create.habit_steps": 1,
-    "model.create.num_layers": 1,
-    "model.create.hidden_size": 32,
-    "model.create.intermediate_size": 32,
     "rollout.n": 2,
     "algorithm.lam": 0.9,
     "algorithm.gamma": 0.99,
@@ -122,7 +118,7 @@ def test_texts_are_scored_without_a_critic_and_broken_rows_are_refused(trained, 
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"prompt": "half')
     config = load(
-        model__path=str(trained / "model"),
+        model__path=str(SMALL_MODEL),
         algorithm__use_kl_in_reward=False,
         reward__missing_eos_penalty=0.0,
         reward__length_penalty=0.0,

@@ -116,13 +116,12 @@ def test_an_evaluation_is_not_written_to_a_run_in_a_bucket(server, bucket):
 
 
 def test_a_resumed_run_finds_its_files_and_replaces_its_exports(server, bucket):
-    for name in ("training_metrics.csv", "model/config.json", "checkpoints/1/x", "tensorboard/old"):
+    for name in ("training_metrics.csv", "checkpoints/1/x", "tensorboard/old"):
         bucket_server.put(server, f"{bucket}/{name}", name)
     for name in ("config.json", "model-00001-of-00002.safetensors"):
         bucket_server.put(server, f"{bucket}/actor/{name}", "old")
     with work_directory.open_work_directory(bucket, print) as folder:
         assert (folder / "training_metrics.csv").read_text() == "training_metrics.csv"
-        assert (folder / "model" / "config.json").exists()
         assert not (folder / "checkpoints").exists() and not (folder / "actor").exists()
         work_directory.bucket_of(folder / "actor").remove_export("actor")  # as an export does first
         for name in ("tensorboard/new", "actor/config.json", "actor/model.safetensors"):
@@ -132,7 +131,6 @@ def test_a_resumed_run_finds_its_files_and_replaces_its_exports(server, bucket):
         "actor/config.json",
         "actor/model.safetensors",
         "checkpoints/1/x",
-        "model/config.json",
         "tensorboard/new",
         "tensorboard/old",
         "training_metrics.csv",
@@ -271,17 +269,3 @@ def test_an_export_is_removed_beginning_with_what_makes_it_complete(monkeypatch)
     )
     BucketFolder.remove_export(folder, "actor")
     assert removed[0] == "actor/config.json" and sorted(removed) == sorted(files)
-
-
-def test_sharing_a_folder_leaves_files_that_are_still_written_alone(server, bucket):
-    """Events are written to a file that stays open, while the run shares the model it made."""
-    with work_directory.open_work_directory(bucket, print) as folder:
-        (folder / "tensorboard").mkdir()
-        with (folder / "tensorboard" / "events").open("w") as events:
-            events.write("before, ")
-            events.flush()
-            (folder / "model").mkdir()
-            (folder / "model" / "config.json").write_text("{}")
-            work_directory.share_with_all(folder, "model")
-            events.write("after")
-    assert bucket_server.get(server, f"{bucket}/tensorboard/events") == b"before, after"

@@ -70,9 +70,7 @@ def start(tmp_path):
     )
 
     def start_run(mesh, trained=None):
-        folders = resolve_role_folders(
-            resolve_roles(config), config.model, tmp_path, lambda folder: None
-        )
+        folders = resolve_role_folders(resolve_roles(config), config.model)
         nets = read_networks(config, folders)
         states = StateBuilder.from_config(config, nets, mesh)
         return nets, states.create(folders, lambda name: None, trained)

@@ -96,9 +96,6 @@ _GEMMA_2: dict[str, Any] = {
     "activation_fields": ("hidden_activation", "hidden_act"), "activation": GELU_TANH}
 _EXPERTS_BESIDE_THE_MLP = "experts beside the MLP (enable_moe_block) are not supported"
 
-# Family of the models that are created from scratch.
-CREATED_FAMILY = "llama"
-
 FAMILIES = {
     "llama": Family("Llama",
         bias_fields=_BIASES, defaults={"max_position_embeddings": 2048},

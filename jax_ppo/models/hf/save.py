@@ -114,16 +114,6 @@ def exported_head(
     return params | {"score": params["score"] | {"bias": jnp.zeros(1)}}, "token"
 
 
-def export_description(architecture: Architecture, folder: Path, source_folder: Path) -> None:
-    """Write a causal language model's folder without its weights, all or nothing.
-
-    In a run of several processes, all of them must call this.
-    """
-    with atomic_folder(folder, *DESCRIPTION) as temporary:
-        if distributed.is_main():
-            _write_description(temporary, architecture, "float32", "lm", source_folder, None)
-
-
 def _write_description(
     folder: Path,
     architecture: Architecture,
