@@ -3,25 +3,31 @@
 import dataclasses
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ppo.config.schema import Config
+from jax_ppo.config.schema import Config, Data
+from jax_ppo.data.prompt_batches import PromptBatches
+from jax_ppo.data.prompts import PromptDataset
+from jax_ppo.data.response_rows import GivenResponses, ResponseRow
 from jax_ppo.errors import UserError
 from jax_ppo.memory.decoding_slots import cache_bytes_per_device, queue_cache_shapes
 from jax_ppo.memory.memory_check import LeastMemory, PPOMemory
 from jax_ppo.models.deberta.encoder import Deberta
+from jax_ppo.ppo.advantages import figures_read
 from jax_ppo.ppo.mini_batches import RolloutPacking, make_packer
+from jax_ppo.ppo.rewarding import RuleScorer
 from jax_ppo.ppo.rollout_engine import make_engine, sampling_options
 from jax_ppo.ppo.samples.checkpointing import BATCHES_IN_POOL
-from jax_ppo.ppo.step_parts import ProgramInputs, StepOptions
+from jax_ppo.ppo.step_parts import StepOptions, StepParts
 from jax_ppo.runtime import meshes, placement, sharding
+from jax_ppo.runtime.compiled_programs import run_on_shapes
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.decoding_weights import shape_decoding_weights
+from jax_ppo.training.random_streams import SampleKeys
 from jax_ppo.training.roles import find_role, read_networks, resolve_role_folders, resolve_roles
 from jax_ppo.training.state import StateBuilder, TrainState, policy_params
-from jax_ppo.types import Params, Prompts
+from jax_ppo.types import Example, Params, Prompts
 
 # The files of a model that a plan reads; none contains weights.
 DESCRIPTIONS = ["config.json", "generation_config.json"]
@@ -56,18 +62,21 @@ class Role:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AbstractStep(ProgramInputs):
-    """A step without arrays: its `ProgramInputs`, and shapes and shardings of all arguments."""
+class AbstractStep(StepParts):
+    """A step without arrays: its parts, and shapes and shardings of its arguments."""
 
     state: TrainState
     prompts: Prompts  # the longest prompts that a step can have
-    key: Any  # the base key of a step's samples
-    packed: RolloutPacking
+    packed: RolloutPacking  # of a step's samples
     rollout_mesh: Mesh
     decoding_weights: Params  # the copy of the weights that decodes
     caches: Any  # shapes of the slots' cache and of the prefill buffer, of each queue
     least: LeastMemory  # bytes of weights, as the validation at the start of a run adds them up
     hosts: int  # of the machine
+
+    def batches(self) -> PromptBatches:
+        """Return batches of the longest prompts."""
+        return PromptBatches(self.training, self.step_options.prompts_per_step)
 
     def role(self, name: str) -> "Role":
         """Return the model of a role, with all its parameters."""
@@ -136,21 +145,19 @@ def build_abstract_step(config: Config, mesh: Mesh, hosts: int = 1) -> AbstractS
     sampled_params = policy_params(nets, state)
     # An encoder reads its own tokens.
     reads_rollout = not isinstance(nets.reward, Deberta)
-    packer = dataclasses.replace(
-        make_packer(
-            config,
-            mesh,
-            has_critic=nets.critic is not None,
-        ),
-        place=placement.abstract,
-    )
+    packer = make_packer(config, mesh, has_critic=nets.critic is not None)
     step_options = StepOptions.from_config(config)
     count = step_options.prompts_per_step
     samples = count * step_options.responses_per_prompt
-    prompts = Prompts(
-        tokens=np.zeros((count, data.max_prompt_length), np.int32), lengths=np.ones(count, np.int32)
-    )
-    key = jax.eval_shape(lambda: jax.random.key(config.seed))
+    training = _longest_examples(data, config.learns_from_files)
+    ones = np.ones(samples, np.int32)
+    with run_on_shapes():
+        prompts = placement.place(
+            Prompts(tokens=np.stack(training.tokens), lengths=ones[:count]),
+            sharding.batch_rows(mesh, count),
+        )
+        # A packing has one shape for all lengths.
+        packed = packer.pack(0, ones)
     return AbstractStep(
         step_options=step_options,
         mesh=mesh,
@@ -160,13 +167,52 @@ def build_abstract_step(config: Config, mesh: Mesh, hosts: int = 1) -> AbstractS
         total_steps=config.trainer.total_training_steps or TOTAL_STEPS,
         reads_rollout=reads_rollout,
         state=state,
-        prompts=placement.abstract(prompts, sharding.batch_rows(mesh, count)),
-        key=key.update(sharding=sharding.replicated(mesh)),
-        # A packing has one shape for all lengths.
-        packed=packer.pack(0, np.ones(samples, np.int32)),
+        training=training,
+        sample_keys=SampleKeys(config.seed, mesh),
+        packer=packer,
+        rules=RuleScorer(
+            mesh=mesh,
+            tokenizer=None,
+            options=config.reward,
+            rule=None,
+            model_weight=1.0,
+            reward_inputs=None,
+            figures=figures_read(config.algorithm.adv_estimator),
+        ),
+        prompts=prompts,
+        packed=packed,
         rollout_mesh=rollout_mesh,
         decoding_weights=shape_decoding_weights(rollout_mesh, nets.actor, sampled_params),
         caches=queue_cache_shapes(data, rollout, nets.actor, rollout_mesh, sampling),
         least=PPOMemory(config, nets, mesh).measure(),
         hosts=hosts,
+    )
+
+
+def _longest_examples(data: Data, are_given: bool) -> PromptDataset:
+    """Return a step's prompts of the maximum length, with such responses if these are given."""
+    count = data.train_batch_size
+    examples = [Example(prompt="", data_source="", ground_truth="")] * count
+    prompt = np.zeros(data.max_prompt_length, np.int32)
+    if not are_given:
+        return PromptDataset(examples, [prompt] * count, data.max_prompt_length)
+    tokens = np.zeros(data.max_response_length, np.int32)
+    row = ResponseRow(
+        location="",
+        number=1,
+        example=examples[0],
+        prompt_ids=prompt,
+        response_ids=tokens,
+        action_mask=tokens == 0,
+        turn_starts=tokens > 0,
+        truncated=False,
+        reward=0.0,
+        turn_rewards=None,
+    )
+    return GivenResponses(
+        examples,
+        [prompt] * count,
+        data.max_prompt_length,
+        rows=[row] * count,
+        max_response_length=data.max_response_length,
     )

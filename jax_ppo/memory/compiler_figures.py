@@ -1,5 +1,6 @@
 """Memory of each program as the machine's own compiler states it."""
 
+import collections
 import dataclasses
 import re
 from typing import Any
@@ -10,8 +11,10 @@ from jax.sharding import Mesh
 from jax_ppo.errors import UserError
 from jax_ppo.memory.abstract_step import AbstractStep
 from jax_ppo.memory.memory_estimate import ProgramMemory, resident_memory
-from jax_ppo.ppo.programs import compile_programs, find_step_program
-from jax_ppo.runtime import compilation, meshes, sharding
+from jax_ppo.ppo.programs import StepProgram, planned_programs
+from jax_ppo.ppo.step_on_shapes import take_step_on_shapes
+from jax_ppo.runtime import meshes, sharding
+from jax_ppo.runtime.compiled_programs import output_shapes, run_on_shapes
 from jax_ppo.runtime.devices import bytes_per_device
 from jax_ppo.types import Params
 
@@ -23,38 +26,34 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def measure_programs(step: AbstractStep) -> tuple[dict[str, ProgramMemory], set[str]]:
-    """Compile the programs of a step.
+    """Compile the programs of a step, by taking it on shapes.
 
     Returns:
-      The bytes per device of each program by its name, and the names of the programs that
-      the compiler refused, whose temporaries it may count with the arrays that they replace.
+      The bytes per device of each program by its name, and the names of the programs that the
+      compiler refused, whose temporaries it may count with the arrays that they replace.
 
     Raises:
       UserError: the compiler failed for another reason than memory.
     """
     recorder = _Recorder(step.mesh, step.decoding_weights)
+    with jax.set_mesh(step.mesh), run_on_shapes(recorder):
+        take_step_on_shapes(step, step.state, step.batches())
     # Arrays that have a separate column, by identity: each program gets the shapes that the one
-    # before it returned. Kept here, since another array may get the identity of a deleted one.
-    counted = {id(x): x for x in jax.tree.leaves(step.state)}
+    # before it returned.
+    copies = [x for program in recorder.programs["prepare_weights"] for x in program.results]
+    counted = {id(x) for x in (*jax.tree.leaves(step.state), *copies)}
     measured: dict[str, ProgramMemory] = {}
     refused = set()
-    names = compile_programs(step, step.state, step.prompts, step.key, step.packed)
-    with jax.set_mesh(step.mesh), compilation.compile_programs_with(recorder):
-        for name in names:
-            kind = find_step_program(name).kind
-            compiled = recorder.take()
-            # Small programs that prepare arguments count for the program that reads the arguments.
-            largest = max(compiled, key=lambda program: program.temporary_bytes)
-            if kind == "resharding":
-                counted |= {id(x): x for program in compiled for x in program.results}
-            if largest.is_refused:
-                refused.add(name)
-            measured[name] = _measure_program(step, name, largest, counted)
+    for program in planned_programs(step):
+        largest = max(recorder.programs[program.name], key=lambda x: x.temporary_bytes)
+        if largest.is_refused:
+            refused.add(program.name)
+        measured[program.name] = _measure_program(step, program, largest, counted)
     return measured, refused
 
 
 @dataclasses.dataclass
-class _CompiledProgram:
+class _ProgramFigures:
     """A compiled program: the leaves of its arguments and results, and bytes per device."""
 
     arguments: list[Any]
@@ -70,14 +69,11 @@ class _Recorder:
     def __init__(self, mesh: Mesh, decoding_weights: Params) -> None:
         self._mesh = mesh
         self._decoding_weights = decoding_weights
-        self._programs: list[_CompiledProgram] = []
+        # By name. Small programs that prepare arguments count for the program that reads them.
+        self.programs = collections.defaultdict[str, list[_ProgramFigures]](list)
+        self._small: list[_ProgramFigures] = []
 
-    def take(self) -> list[_CompiledProgram]:
-        """Return the programs compiled since the last call."""
-        programs, self._programs = self._programs, []
-        return programs
-
-    def __call__(self, lowered: jax.stages.Lowered, arguments: tuple[Any, ...]) -> Any:
+    def __call__(self, name: str, lowered: jax.stages.Lowered, arguments: tuple[Any, ...]) -> Any:
         leaves = [x for x in jax.tree.leaves(arguments) if hasattr(x, "sharding")]
         try:
             compiled = lowered.compile()
@@ -85,15 +81,19 @@ class _Recorder:
             shapes = self._lay_out(lowered.out_info)
             new_bytes, temporary_bytes, is_refused = 0, _refused_bytes(str(error), leaves), True
         else:
-            shapes = compilation.output_shapes(lowered, compiled)
+            shapes = output_shapes(lowered, compiled)
             memory = compiled.memory_analysis()
             assert memory is not None, "all of JAX's compilers state the memory of programs"
             new_bytes = memory.output_size_in_bytes - memory.alias_size_in_bytes
             temporary_bytes, is_refused = memory.temp_size_in_bytes, False
-        results = jax.tree.leaves(shapes)
-        self._programs.append(
-            _CompiledProgram(leaves, results, new_bytes, temporary_bytes, is_refused)
+        program = _ProgramFigures(
+            leaves, jax.tree.leaves(shapes), new_bytes, temporary_bytes, is_refused
         )
+        if name:
+            self.programs[name] += [*self._small, program]
+            self._small = []
+        else:
+            self._small.append(program)
         return shapes
 
     def _lay_out(self, results: Any) -> Any:
@@ -128,23 +128,22 @@ def _refused_bytes(message: str, arguments: list[Any]) -> int:
 
 
 def _measure_program(
-    step: AbstractStep, name: str, program: _CompiledProgram, counted: dict[int, Any]
+    step: AbstractStep, program: StepProgram, compiled: _ProgramFigures, counted: set[int]
 ) -> ProgramMemory:
-    batch = bytes_per_device([x for x in program.arguments if id(x) not in counted])
-    # The decoding copy has a separate column.
-    if find_step_program(name).kind != "resharding":
-        batch += program.new_result_bytes
-    resident = resident_memory(step, name)
-    if step.is_separate and find_step_program(name).kind != "resharding":
-        # Sampling gets other shapes of the copy than the programs that make it returned.
-        batch -= resident.decoding_copy
+    batch = bytes_per_device([x for x in compiled.arguments if id(x) not in counted])
+    resident = resident_memory(step, program.name)
+    if program.kind != "resharding":  # the decoding copy has a separate column
+        batch += compiled.new_result_bytes
+        if step.is_separate:
+            # Sampling gets other shapes of the copy than the programs that make it returned.
+            batch -= resident.decoding_copy
     # The compiler may share the memory of these with what is needed before or after.
-    gradients = min(resident.gradients, program.temporary_bytes)
-    cache = min(resident.cache, program.temporary_bytes - gradients)
+    gradients = min(resident.gradients, compiled.temporary_bytes)
+    cache = min(resident.cache, compiled.temporary_bytes - gradients)
     return dataclasses.replace(
         resident,
         gradients=gradients,
         cache=cache,
         batch=max(0, batch),
-        temporaries=program.temporary_bytes - gradients - cache,
+        temporaries=compiled.temporary_bytes - gradients - cache,
     )

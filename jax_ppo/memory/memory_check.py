@@ -205,7 +205,7 @@ def fetched_memory(program: StepProgram, options: StepOptions, state: TrainState
 
     `state` has shapes, as `StateBuilder.shapes` returns them.
     """
-    read = {program.role, *program.reads(options)} & state.models.keys()
+    read = {program.role, *program.forwards(options)} & state.models.keys()
     if program.kind == "sampling":
         read = set()  # it reads the decoding copy
     trained = read & state.optimizers.keys()

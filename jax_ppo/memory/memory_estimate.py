@@ -97,7 +97,7 @@ def _estimate_temporaries(step: AbstractStep, program: StepProgram) -> int:
         case "update":
             packing = step.packed.mini_batches[program.role].packing
             # A loss may run frozen policies on the same rows.
-            others = program.reads(step.step_options)
+            others = program.forwards(step.step_options)
             return _update_bytes(step, program.role, packing) + sum(
                 _forward_bytes(step, name, packing) for name in others
             )

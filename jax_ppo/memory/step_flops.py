@@ -52,8 +52,7 @@ def count_program_flops(
 
     counts: dict[str, float] = {}
     for program in programs.PROGRAMS:
-        passes = program.passes(options, nets)
-        if not passes:
+        if not program.runs(options, nets):
             continue
         if program.name == "sample":
             policy = nets.actor.architecture
@@ -61,15 +60,17 @@ def count_program_flops(
             flops -= count_forward_flops(policy, repeated_lengths)
             counts[program.name] = flops + count_forward_flops(policy, prompt_lengths)
         elif program.kind == "forward pass":
-            counts[program.name] = role_passes(find_role(program.role), passes)
+            counts[program.name] = sum(
+                role_passes(find_role(name), 1) for name in program.forwards(options)
+            )
         elif program.kind == "update":
-            role = find_role(program.role)
+            role, epochs = find_role(program.role), program.epochs(options)
             # The backward pass has a product for the gradient of each product's input and, unless
             # only adapters are trained, one for that of its weights.
             training_passes = 3 if role.model(nets).lora is None else 2
-            flops = training_passes * role_passes(role, passes)
-            for name in program.reads(options):
-                flops += role_passes(find_role(name), passes)
+            flops = training_passes * role_passes(role, epochs)
+            for name in program.forwards(options):
+                flops += role_passes(find_role(name), epochs)
             counts[program.name] = flops
     return counts
 

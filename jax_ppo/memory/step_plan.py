@@ -268,14 +268,14 @@ def _count_read_bytes(step: AbstractStep, program: StepProgram) -> float:
             queue //= BATCHES_IN_POOL
         tokens = step.sampling.max_response_length * -(-queue // min(step.slots, queue))
         return tokens * float(copy + step.cache_bytes)
-    passes = program.passes(step.step_options, step.nets)
+    forwards = sum(map(weights, program.forwards(step.step_options)))
     if program.kind == "forward pass":
         rows, _ = step.packed.forward
-        return passes * rows.sample.shape[0] * weights(program.role)
+        return rows.sample.shape[0] * forwards
     if program.kind == "update":
         steps, micro_batches = step.packed.mini_batches[program.role].packing.sample.shape[:2]
         # A pass and back reads the weights twice, a frozen policy's pass once.
-        read = 2 * weights(program.role) + sum(map(weights, program.reads(step.step_options)))
+        read = 2 * weights(program.role) + forwards
         trained = (step.role(program.role).trained, step.state.optimizers[program.role])
         return steps * (micro_batches * read + 2.0 * bytes_per_device(trained))
     return 0.0

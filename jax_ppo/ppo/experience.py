@@ -5,10 +5,8 @@ whiten, normalize returns, weight by importance, and set the next step's control
 function; rewards are shaped in `reward_shaping.py`, advantages estimated in `advantages.py`.
 """
 
-import functools
 from collections.abc import Mapping
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
@@ -20,11 +18,12 @@ from jax_ppo.ppo import advantages, reward_shaping
 from jax_ppo.ppo.forward_passes import ForwardOutputs
 from jax_ppo.ppo.reward_shaping import ExperienceOptions, Mask, Masks, Tokens
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS, IMPORTANCE_WEIGHTS, KL_CONTROLLERS
+from jax_ppo.runtime.compiled_programs import program
 from jax_ppo.training.learner import Metrics
 from jax_ppo.types import Control, Experience, Sequences
 
 
-@functools.partial(jax.jit, static_argnames=("options",))
+@program("estimate", static_argnames=("options",))
 def estimate_experience(
     options: ExperienceOptions,
     control: Control,

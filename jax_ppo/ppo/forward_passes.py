@@ -1,7 +1,6 @@
 """Forward passes over a rollout: log-probs of policy and reference, values, a reward model."""
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Literal, cast
 
@@ -17,7 +16,7 @@ from jax_ppo.models.heads import compute_scalars
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.registries import KL_CONTROLLERS, KL_ESTIMATORS, ROLLOUT_ENGINES
 from jax_ppo.runtime import placement
-from jax_ppo.runtime.compilation import jit_rounded_alike
+from jax_ppo.runtime.compiled_programs import ROUNDED_ALIKE, CompiledProgram, program
 from jax_ppo.runtime.parallelism.vocabulary import split_by_device
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.next_token import draw_next_tokens
@@ -75,16 +74,11 @@ class ForwardOptions:
         return self.old_logprobs or self.full_kl or self.shared_trunk
 
     @property
-    def policy_passes(self) -> int:
-        """Return the number of passes of the policy's part, to which the reference belongs."""
-        return self.runs_policy + self.reference
-
-    @property
     def parts(self) -> tuple[Part, ...]:
         """Return the programs that compute them."""
         parts: list[Part] = []
         # Actor and reference share one program, since a full KL needs both outputs of a row.
-        if self.policy_passes:
+        if self.runs_policy or self.reference:
             parts.append("policy")
         if self.values and not self.shared_trunk:
             parts.append("critic")
@@ -132,7 +126,7 @@ class ForwardOutputs:
     drawn: Int32[Array, "B T"] | None = None
 
 
-@functools.partial(jax.jit, static_argnames=("length",))
+@program(static_argnames=("length",))
 def join_sequences(rollout: Rollout, length: int) -> Sequences:
     """Join prompts and responses without a gap.
 
@@ -226,7 +220,10 @@ def join_outputs(parts: list[ForwardOutputs]) -> ForwardOutputs:
     return ForwardOutputs(**dict(fields))
 
 
-@functools.partial(jax.jit, static_argnames=("options", "nets", "part"))
+_STATIC = ("options", "nets", "part")
+
+
+@program(lambda options, nets, part, *_: f"forward_{part}", static_argnames=_STATIC)
 def forward_part(
     options: ForwardOptions,
     nets: Networks,
@@ -275,7 +272,9 @@ def forward_part(
     return jax.lax.fori_loop(0, micro_batches, micro_batch, empty)
 
 
-forward_part_exactly = jit_rounded_alike(forward_part, static_argnames=("options", "nets", "part"))
+forward_part_exactly = CompiledProgram(
+    forward_part.__wrapped__, "draw_again", static_argnames=_STATIC, **ROUNDED_ALIKE
+)
 
 
 def _compute_rows(
@@ -357,7 +356,7 @@ def _draw_again(
     return chunks.scatter(buffer).reshape(rows.mask.shape)
 
 
-@functools.partial(jax.jit, static_argnames=("model", "position"))
+@program("forward_reward", static_argnames=("model", "position"))
 def reward_model_scores(
     model: Transformer | Deberta,
     params: Params,

@@ -2,12 +2,10 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config
 from jax_ppo.data.prompt_batches import PromptBatch
@@ -57,10 +55,6 @@ class RolloutPacker:
     # Whether forward passes read the rows of the actor's first epoch, in the micro-batches of its
     # update.
     reads_as_updated: bool = False
-    # Puts the host arrays of a packing on the mesh, or returns their shapes and shardings.
-    place: Callable[[Any, NamedSharding], Any] = dataclasses.field(
-        default_factory=lambda: placement.place
-    )
 
     def pack(self, step: int, lengths: np.ndarray) -> RolloutPacking:
         """Pack a rollout for forward passes, and for the update in freshly shuffled mini-batches.
@@ -84,7 +78,7 @@ class RolloutPacker:
         one_group = np.arange(len(lengths))[None]
         packed, counts = self._pack(lengths, one_group, self.forward_rows_per_device)
         rows = jax.tree.map(lambda x: x[0], packed)
-        return self.place(rows, sharding.rows(self.mesh, axis=1)), self._replicate(counts[0])
+        return placement.place(rows, sharding.rows(self.mesh, axis=1)), self._replicate(counts[0])
 
     def _first_epoch(self, packed: Packing) -> PackedRows:
         """Return the micro-batches of the actor's first epoch, the empty ones last."""
@@ -96,7 +90,7 @@ class RolloutPacker:
         is_used = (join(packed.sample) >= 0).any(axis=(1, 2))
         order = np.argsort(~is_used, kind="stable")
         rows = jax.tree.map(lambda x: join(x)[order], packed)
-        placed = self.place(rows, sharding.rows(self.mesh, axis=1))
+        placed = placement.place(rows, sharding.rows(self.mesh, axis=1))
         return placed, self._replicate(np.asarray(is_used.sum(), np.int32))
 
     def _mini_batches(
@@ -125,7 +119,7 @@ class RolloutPacker:
         # Micro-batches run one after the other, so devices split the rows (axis 2) of each.
         rows, length = packed.sample.shape[2:]
         mini_batches = MiniBatches(
-            packing=self.place(packed, sharding.rows(self.mesh, axis=2)),
+            packing=placement.place(packed, sharding.rows(self.mesh, axis=2)),
             counts=self._replicate(counts),
             members=self._replicate(members),
         )
@@ -150,7 +144,7 @@ class RolloutPacker:
         return packing.split_columns(packed, shards, parts), counts
 
     def _replicate(self, array: np.ndarray) -> jax.Array:
-        return self.place(array, sharding.replicated(self.mesh))
+        return placement.place(array, sharding.replicated(self.mesh))
 
 
 def make_packer(config: Config, mesh: Mesh, has_critic: bool) -> RolloutPacker:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
@@ -27,6 +26,7 @@ from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.rewards.samples import RewardFunction, RewardRow
 from jax_ppo.rewards.worker_pool import RewardWorkers
 from jax_ppo.runtime import distributed, placement, sharding, signals
+from jax_ppo.runtime.compiled_programs import program
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import NOTHING, Example, Rollout, with_nan
@@ -315,7 +315,7 @@ class FailedSteps:
             )
 
 
-@functools.partial(jax.jit, static_argnames=("weight",))
+@program(static_argnames=("weight",))
 def _add_weighted(scores_B: jax.Array, model_scores_B: jax.Array, weight: float) -> jax.Array:
     return scores_B + weight * model_scores_B
 

@@ -56,8 +56,8 @@ class StepOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ProgramInputs:
-    """The inputs that determine the programs of a step: no data, tokenizer or weights."""
+class StepParts:
+    """The parts of a step that stay the same from step to step; what changes is in `TrainState`."""
 
     step_options: StepOptions
     mesh: Mesh
@@ -69,20 +69,15 @@ class ProgramInputs:
     # tokens depend on the texts.
     reads_rollout: bool
 
-    @property
-    def samples(self) -> int:
-        """Return the number of samples that a step learns from."""
-        return self.step_options.prompts_per_step * self.step_options.responses_per_prompt
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepParts(ProgramInputs):
-    """The parts of a step that stay the same from step to step; what changes is in `TrainState`."""
-
     training: PromptDataset  # the prompts that the actor is trained on
     sample_keys: SampleKeys  # the random keys of samples
     packer: RolloutPacker
     rules: RuleScorer
+
+    @property
+    def samples(self) -> int:
+        """Return the number of samples that a step learns from."""
+        return self.step_options.prompts_per_step * self.step_options.responses_per_prompt
 
     def place_prompts(self, prompts: Prompts) -> Prompts:
         """Return the prompts on the mesh, their rows split if the devices divide them."""

@@ -6,11 +6,9 @@ mini-batch is split into micro-batches or over devices, so neither split changes
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int32
@@ -22,7 +20,7 @@ from jax_ppo.ppo.objectives import (
     CriticObjective,
     UpdateOptions,
 )
-from jax_ppo.runtime.compilation import jit_rounded_alike
+from jax_ppo.runtime.compiled_programs import ROUNDED_ALIKE, CompiledProgram, program
 from jax_ppo.training.learner import EarlyStop, Learner, Metrics
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.optimizer import learning_rate, rounding_seed
@@ -87,8 +85,8 @@ def update_state(
     arguments = update_arguments(setup, state, experience, batches)
     trained: dict[str, Trained] = {}
     if "actor" in arguments:
-        program = actor_program(setup.options)
-        trained["actor"], step, metrics = program(*arguments["actor"])
+        train_actor = actor_program(setup.options)
+        trained["actor"], step, metrics = train_actor(*arguments["actor"])
     else:
         step, metrics = next_step(state.step), {}
     if "critic" in arguments:
@@ -123,7 +121,7 @@ def update_arguments(
     }
 
 
-@jax.jit
+@program()
 def next_step(step: Int32[Array, ""]) -> Int32[Array, ""]:
     """Return the number of the next step, for a run that does not train the actor."""
     return step + 1
@@ -133,7 +131,6 @@ def next_step(step: Int32[Array, ""]) -> Int32[Array, ""]:
 # device, XLA gives the first result of a shape the first donated buffer of that shape, even one in
 # the host's memory. Therefore the new trees precede all other results, in the arguments' order.
 _JIT = {"static_argnames": ("setup",), "donate_argnames": ("trained",)}
-_compiled = functools.partial(jax.jit, **_JIT)
 
 
 def actor_program(options: UpdateOptions) -> Any:
@@ -141,7 +138,7 @@ def actor_program(options: UpdateOptions) -> Any:
     return _update_actor_exactly if options.is_exact else update_actor
 
 
-@_compiled
+@program("update_actor", **_JIT)
 def update_actor(
     setup: UpdateSetup, trained: Trained, inputs: UpdateInputs
 ) -> tuple[Trained, Int32[Array, ""], Metrics]:
@@ -176,10 +173,12 @@ def update_actor(
     return Trained(params, optimizer_state), step + 1, metrics
 
 
-_update_actor_exactly = jit_rounded_alike(update_actor, **_JIT)
+_update_actor_exactly = CompiledProgram(
+    update_actor.__wrapped__, "update_actor", **_JIT, **ROUNDED_ALIKE
+)
 
 
-@_compiled
+@program("update_critic", **_JIT)
 def update_critic(
     setup: UpdateSetup, trained: Trained, inputs: UpdateInputs
 ) -> tuple[Trained, Metrics]:

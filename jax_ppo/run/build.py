@@ -29,13 +29,6 @@ from jax_ppo.ppo.advantages import figures_read
 from jax_ppo.ppo.mini_batches import make_packer
 from jax_ppo.ppo.rewarding import RuleScorer
 from jax_ppo.ppo.rollout_engine import make_engine, make_stop_search, sampling_options
-from jax_ppo.ppo.samples.continued import ContinuedSource
-from jax_ppo.ppo.samples.exact import ExactSource
-from jax_ppo.ppo.samples.given import GivenSource
-from jax_ppo.ppo.samples.on_policy import OnPolicySource
-from jax_ppo.ppo.samples.one_step_ahead import BesideUpdateSource, OneStepAheadSource
-from jax_ppo.ppo.samples.selected import SelectedSource
-from jax_ppo.ppo.samples.source import SampleSource, TrainingBatches
 from jax_ppo.ppo.step_parts import StepOptions
 from jax_ppo.registries import ROLLOUT_ENGINES
 from jax_ppo.rewards import reward_functions, row_validation
@@ -56,7 +49,6 @@ from jax_ppo.run.run_prompts import (
 from jax_ppo.runtime import heartbeat, meshes
 from jax_ppo.sampler.built_in import resolve_engine
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
-from jax_ppo.sampler.other_mesh import SeparateEngine
 from jax_ppo.training.random_streams import SampleKeys
 from jax_ppo.training.roles import RunRole, resolve_roles
 from jax_ppo.training.state import StateBuilder, policy_params
@@ -155,23 +147,6 @@ def build_run(
     if trains:
         _report_size(run, report)
     return run
-
-
-def build_sample_source(run: PPORun, batches: TrainingBatches) -> SampleSource:
-    """Return what gives the steps of a run their samples, from the prompts of `batches` on."""
-    options = run.step_options
-    if isinstance(run.training, GivenResponses):
-        return GivenSource(run, batches)
-    if options.rollout.max_staleness > 1:
-        return ContinuedSource(run, batches)
-    if options.rollout.max_staleness == 1:
-        is_separate = isinstance(run.engine, SeparateEngine)
-        return (BesideUpdateSource if is_separate else OneStepAheadSource)(run, batches)
-    if options.rollout.exact:
-        return ExactSource(run, batches)
-    if options.selects_samples:
-        return SelectedSource(run, batches)
-    return OnPolicySource(run, batches)
 
 
 def _read_rows(

@@ -27,7 +27,14 @@ from jax_ppo.config.schema import Config, Trainer
 from jax_ppo.errors import UserError
 from jax_ppo.reporting import console
 from jax_ppo.reporting.journal import Journal
-from jax_ppo.runtime import compilation, distributed, meshes, signals, work_directory
+from jax_ppo.runtime import (
+    compilation,
+    compiled_programs,
+    distributed,
+    meshes,
+    signals,
+    work_directory,
+)
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.progress import Progress, find_progress, is_due
 
@@ -61,10 +68,10 @@ class Training(Protocol[JournalT]):
     ) -> JournalT:
         """Return the journal, which writes the reports of the run."""
 
-    def compile_programs(self, progress: Progress) -> Iterator[Any]:
-        """Return an iterator that compiles one program of a step with each `next`.
+    def step_on_shapes(self, progress: Progress) -> Callable[[], object]:
+        """Return a function that takes the next step on shapes, in another thread.
 
-        The call creates all argument arrays; `next` only compiles.
+        It is called inside `compiled_programs.run_on_shapes`, and compiles the programs of a step.
         """
 
     def load_state(self, checkpoints: Checkpointer, step: int) -> Any:
@@ -217,8 +224,8 @@ class StepLoop:
         with contextlib.ExitStack() as precompilation:
             # A finished run only exports, and needs no program of a step.
             if progress.step < training.total_steps:
-                programs = training.compile_programs(progress)
-                precompilation.enter_context(compile_in_background(programs, training.mesh))
+                take_step = training.step_on_shapes(progress)
+                precompilation.enter_context(compile_in_background(take_step, training.mesh))
             state = training.load_state(self.checkpoints, progress.step)
             evaluates_first = progress.step == 0 and self.options.val_before_train
             if training.can_evaluate and (evaluates_first or progress.evaluation_pending):
@@ -273,24 +280,29 @@ class StepLoop:
 
 
 @contextlib.contextmanager
-def compile_in_background(programs: Iterator[Any], mesh: Mesh) -> Iterator[None]:
-    """Compile in another thread while the context runs, and wait for the thread at its end.
+def compile_in_background(take_step: Callable[[], object], mesh: Mesh) -> Iterator[None]:
+    """Take a step on shapes in another thread while the context runs, and wait for it at its end.
 
-    A later call with arguments of the same shapes and shardings uses the compiled program: JAX
-    keeps one cache for all threads. If the context ends with an error, no further program is
-    compiled. The iterator, which compiles a program with each `next`, must make no arrays: that
-    would run programs in this thread, and all processes must run theirs in the same order.
+    A later call with arrays of the same shapes and shardings uses the compiled program: JAX keeps
+    one cache for all threads. If the context ends with an error, no further program is compiled.
+    `take_step` makes no arrays: that would run programs in this thread, and all processes must run
+    theirs in the same order.
 
     Raises:
       Exception: what the compiler raised, at the end of the context.
     """
     stop = threading.Event()
 
+    def compile_unless_stopped(
+        name: str, lowered: jax.stages.Lowered, arguments: tuple[Any, ...]
+    ) -> Any:
+        if stop.is_set():
+            raise concurrent.futures.CancelledError
+        return compiled_programs.compile_program(name, lowered, arguments)
+
     def compile_all() -> None:
-        with jax.set_mesh(mesh):
-            for _ in programs:
-                if stop.is_set():
-                    return
+        with jax.set_mesh(mesh), compiled_programs.run_on_shapes(compile_unless_stopped):
+            take_step()
 
     # XLA compiles outside the interpreter lock, so the main thread keeps loading weights.
     with concurrent.futures.ThreadPoolExecutor(1, "precompilation") as pool:

@@ -1,26 +1,26 @@
 """A PPO run as the life cycle drives it: its state, its step, its evaluation, its checkpoints."""
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config
 from jax_ppo.memory.memory_check import PPOMemory, explain_out_of_memory
 from jax_ppo.memory.step_flops import count_step_flops
-from jax_ppo.ppo.programs import compile_programs
 from jax_ppo.ppo.rewarding import FailedSteps, observe_solve_rates
-from jax_ppo.ppo.samples.given import take_given_batch
+from jax_ppo.ppo.samples.choice import choose_source
 from jax_ppo.ppo.samples.source import SampleSource, TrainingBatches
 from jax_ppo.ppo.step import StepResult, take_ppo_step
+from jax_ppo.ppo.step_on_shapes import take_step_on_shapes
 from jax_ppo.reporting import console
 from jax_ppo.run import life_cycle
-from jax_ppo.run.build import build_run, build_sample_source
+from jax_ppo.run.build import build_run
 from jax_ppo.run.evaluation import evaluate_policy
 from jax_ppo.run.export import export_models, refuse_foreign_exports
 from jax_ppo.run.first_rewards import measure_first_rewards
@@ -33,7 +33,6 @@ from jax_ppo.runtime import compilation, distributed
 from jax_ppo.sampler import engine
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.progress import Progress
-from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.roles import fingerprint_frozen, resolve_roles
 from jax_ppo.training.state import TrainState, trained_trees
 
@@ -94,25 +93,16 @@ class PPOTraining:
         """Return the journal, which writes the reports of the run."""
         return Reporter(self._run, workdir, progress, compiled)
 
-    def compile_programs(self, progress: Progress) -> Iterator[str]:
-        """Return an iterator that compiles one program of a step with each `next`.
+    def step_on_shapes(self, progress: Progress) -> Callable[[], object]:
+        """Return a function that takes the next step on shapes.
 
-        The sampler is compiled for the length bucket of the next step's prompts. A run that reads
-        all responses from files has no sampler.
+        The sampler is compiled for the length bucket of this step's prompts.
         """
         run = self._run
-        batches = run.batches(progress.position, progress.solve_rates)
-        rollout = None
-        if run.config.learns_from_files:
-            batch, rollout, *_ = take_given_batch(run, batches)
-        else:
-            batch = next(batches)
-        prompts = run.place_prompts(batch.prompts)
-        key = run.sample_keys(Stream.TRAINING, 0)
-        # A packing has the same shape for all lengths, so any lengths will do.
-        ones = np.ones(run.samples, np.int32)
-        packed = run.packer.pack(0, ones)
-        return compile_programs(run, run.states.shapes(), prompts, key, packed, rollout)
+        batches = run.batches(progress.position, copy.deepcopy(progress.solve_rates))
+        return functools.partial(
+            take_step_on_shapes, run, run.states.shapes(), batches, progress.step
+        )
 
     def load_state(self, checkpoints: Checkpointer, step: int) -> TrainState:
         """Return the state to start from.
@@ -137,7 +127,7 @@ class PPOTraining:
         if run.config.reward.normalize == "reference" and progress.step == 0:
             state = measure_first_rewards(run, state)
         self._batches = run.batches(progress.position, progress.solve_rates)
-        self._samples = build_sample_source(run, self._batches)
+        self._samples = choose_source(run, self._batches)
         for line in self._samples.restore(checkpoints, progress):
             console.print_on_main(line)
         self.position = progress.position

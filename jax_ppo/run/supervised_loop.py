@@ -4,7 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,6 @@ from jax_ppo.runtime import (
     sharding,
     signals,
 )
-from jax_ppo.runtime.compilation import compile_ahead
 from jax_ppo.supervised.step import measure_batch, train_step, trained_shapes
 from jax_ppo.training import packing
 from jax_ppo.training.checkpoint import Checkpointer
@@ -120,15 +119,10 @@ class SupervisedTraining:
             compiled=compiled,
         )
 
-    def compile_programs(self, progress: Progress) -> Iterator[Any]:
-        """Return what compiles the program of a step with `next`."""
-        batch = self.place_batch(self.training, next(self._batches_from(progress.position)))
-        arguments, named = self._step_arguments(self._state_shapes(), progress.step, batch)
-
-        def compile_step() -> Iterator[Any]:
-            yield compile_ahead(train_step, *arguments, **named)
-
-        return compile_step()
+    def step_on_shapes(self, progress: Progress) -> Callable[[], object]:
+        """Return a function that takes the next step on shapes."""
+        batches = self._batches_from(progress.position)
+        return functools.partial(self._run_step, self._state_shapes(), progress.step, batches)
 
     def load_state(self, checkpoints: Checkpointer, step: int) -> State:
         """Return parameters and optimizer state; at step 0 the model's own parameters are read."""
@@ -160,12 +154,9 @@ class SupervisedTraining:
 
     def take_step(self, state: State, step: int, journal: Journal) -> State:
         """Take a step, and queue its report."""
-        # The host packs this batch while the mesh still computes the step before.
-        batch = self.place_batch(self.training, next(self._batches))
-        self.position = self._batches.position
         with heartbeat.activity(f"step {step + 1}"):
-            arguments, named = self._step_arguments(state, step, batch)
-            params, optimizer_state, metrics = train_step(*arguments, **named)
+            params, optimizer_state, metrics = self._run_step(state, step, self._batches)
+            self.position = self._batches.position
             journal.write_pending_report()  # of the step before, while this one is computed
         journal.write_later(functools.partial(_write_metrics, journal, step + 1, metrics))
         return {"params": params, "optimizer": optimizer_state}
@@ -252,12 +243,14 @@ class SupervisedTraining:
         head = self.task.objective.head
         return trained_shapes(self.config.supervised, self.model, head, self.mesh)
 
-    def _step_arguments(
-        self, state: State, step: int, batch: Batch
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of `train_step`, by position and by name."""
+    def _run_step(
+        self, state: State, step: int, batches: prompt_batches.PromptBatches
+    ) -> tuple[Params, Any, dict[str, jax.Array]]:
+        """Start a step on the next batch; return the results of `train_step`."""
         options = self.config.supervised
-        arguments = (
+        # The host packs this batch while the mesh still computes the step before.
+        batch = self.place_batch(self.training, next(batches))
+        results: tuple[Params, Any, dict[str, jax.Array]] = train_step(
             self.task.objective,
             options,
             self.model,
@@ -266,8 +259,9 @@ class SupervisedTraining:
             state["optimizer"],
             self._replicate(np.int32(step)),
             *batch,
+            rounding_seed=rounding_seed(options.optim, self.config.seed),
         )
-        return arguments, {"rounding_seed": rounding_seed(options.optim, self.config.seed)}
+        return results
 
     def _measure_held_out(
         self, params: Params, before_batch: Callable[[], None]

@@ -1,27 +1,20 @@
-"""Compiled programs: kept on disk from one run to the next, counted, and compiled ahead."""
+"""Compiled programs: kept on disk from one run to the next, and counted."""
 
 import contextlib
 import dataclasses
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.monitoring
 
-from jax_ppo.runtime import faults, heartbeat
+from jax_ppo.runtime import faults
 from jax_ppo.storage import downloads
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # compiled, or read from the cache
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
-
-# Compiles a lowered program for its arguments, and returns the shapes and shardings of its outputs.
-ProgramCompiler = Callable[[jax.stages.Lowered, tuple[Any, ...]], Any]
-
-_program_compiler: ContextVar[ProgramCompiler | None] = ContextVar("program_compiler", default=None)
 
 
 def enable_cache(option: str, report: Callable[[str], None]) -> None:
@@ -94,50 +87,3 @@ def count_compilations() -> Iterator[Compilations]:
     finally:
         jax.monitoring.unregister_event_duration_listener(add_program)
         jax.monitoring.unregister_event_listener(add_hit)
-
-
-def jit_rounded_alike(function: Any, **options: Any) -> Any:
-    """Return a jitted function compiled so that programs round what they have in common alike.
-
-    By default XLA rounds a bfloat16 where a program stores it, not where it is only passed on.
-    """
-    rounded = {"xla_allow_excess_precision": False}
-    return jax.jit(function.__wrapped__, compiler_options=rounded, **options)
-
-
-def compile_ahead(function: Any, *arguments: Any, **named: Any) -> Any:
-    """Compile a jitted function for these arguments without running it.
-
-    JAX keeps the program: a later call with arrays of the same shapes and shardings finds it.
-    `arguments` are arrays, `jax.ShapeDtypeStruct` with shardings, or static values.
-
-    Returns:
-      The outputs' tree of `jax.ShapeDtypeStruct` with shardings, which can be passed on
-      to the next call.
-    """
-    with heartbeat.activity(f"compiling {function.__name__.strip('_')}"):
-        lowered = function.lower(*arguments, **named)
-        compile_program = _program_compiler.get()
-        if compile_program is not None:
-            return compile_program(lowered, arguments)
-        return output_shapes(lowered, lowered.compile())
-
-
-def output_shapes(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> Any:
-    """Return the tree of `jax.ShapeDtypeStruct` with shardings of a program's outputs."""
-    # Compiling, not lowering, decides the layout of outputs.
-    return jax.tree.map(
-        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-        lowered.out_info,
-        compiled.output_shardings,
-    )
-
-
-@contextlib.contextmanager
-def compile_programs_with(compile_program: ProgramCompiler) -> Iterator[None]:
-    """Make `compile_ahead` pass lowered programs to `compile_program` while the context is open."""
-    token = _program_compiler.set(compile_program)
-    try:
-        yield
-    finally:
-        _program_compiler.reset(token)

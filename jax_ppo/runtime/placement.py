@@ -11,6 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
+from jax_ppo.runtime.compiled_programs import runs_on_shapes
 from jax_ppo.runtime.meshes import row_shards
 from jax_ppo.runtime.sharding import batch_rows, copied_rows, replicated
 
@@ -22,8 +23,13 @@ def place(tree: Any, sharding: NamedSharding) -> Any:
     """Put host arrays, the same in every process, on the mesh.
 
     Each process transfers the part that its devices hold. Everything that a step sends to the mesh
-    passes through here, so that `jax.transfer_guard` catches accidental transfers.
+    passes through here, so that `jax.transfer_guard` catches accidental transfers. In
+    `compiled_programs.run_on_shapes`, return shapes and shardings.
     """
+    if runs_on_shapes():
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding), tree
+        )
 
     def put(x: Any) -> jax.Array:
         return jax.make_array_from_callback(
@@ -32,13 +38,6 @@ def place(tree: Any, sharding: NamedSharding) -> Any:
 
     with jax.transfer_guard_host_to_device("allow"):
         return jax.tree.map(put, tree)
-
-
-def abstract(tree: Any, sharding: NamedSharding) -> Any:
-    """Return the shapes and shardings of what `place` would put on the mesh."""
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding), tree
-    )
 
 
 def host_memory_kind(mesh: Mesh) -> str | None:
@@ -99,7 +98,9 @@ def to_memory_of(tree: Any, like: Any) -> Any:
 
 
 def to_host(array: jax.Array) -> np.ndarray:
-    """Return the whole array, in every process."""
+    """Return the whole array, in every process; ones for a shape, which has no numbers."""
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return np.ones(array.shape, array.dtype)
     if array.is_fully_addressable or array.is_fully_replicated:
         return jax.device_get(array)
     return multihost_utils.process_allgather(array, tiled=True)

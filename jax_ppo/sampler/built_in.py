@@ -1,17 +1,16 @@
 """The built-in rollout engine: the decode loop of `decode_loop.py` on the run's own mesh."""
 
+import copy
 import dataclasses
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jax_ppo.config import plugins
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.registries import ROLLOUT_ENGINES
-from jax_ppo.runtime import compilation, sharding
 from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.sampler.continuation import DrawStates, continuation_program
 from jax_ppo.sampler.decode_loop import sampler_program
@@ -108,28 +107,11 @@ class BuiltInEngine:
         """Drop the weights."""
         self.release_weights()
 
-    def precompile(
-        self, params: Params, prompts: Prompts, key: jax.Array, options: SamplingOptions
-    ) -> Generator[str, None, Rollout]:
-        """Compile the resharding and the decode loop. See `RolloutEngine.precompile`."""
-        weights = self._prepare_weights.compile(params)
-        yield "prepare_weights"
-        program = self._program(sampler_program, options)
-        rollout: Rollout = compilation.compile_ahead(program, weights, prompts, key)
-        yield "sample"
-        return rollout
-
-    def precompile_continuation(
-        self, params: Params, rollout: Rollout, draws: DrawStates, options: SamplingOptions
-    ) -> Generator[str, None, Rollout]:
-        """Compile the resharding and `continue_responses`, as `precompile` does."""
-        weights = self._prepare_weights.compile(params)
-        yield "prepare_weights"
-        version = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(self._mesh))
-        program = self._program(continuation_program, options)
-        continued, _ = compilation.compile_ahead(program, weights, rollout, draws, version)
-        yield "sample"
-        return dataclasses.replace(continued, slot_steps=None)
+    def on_shapes(self) -> "BuiltInEngine":
+        """Return an engine with the same programs, for `run_on_shapes`; this one is not changed."""
+        engine = copy.copy(self)
+        engine._weights = None
+        return engine
 
     def _dispatch(self, build: Callable[..., Any], options: SamplingOptions, *rest: Any) -> Any:
         """Dispatch the program that `build` makes, with the weights of the last update."""

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ppo.models.transformer import Transformer
+from jax_ppo.runtime.compiled_programs import CompiledProgram
 from jax_ppo.runtime.sharding import drop_padded_rows, num_padded_rows
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.decode_loop import decode_queue
@@ -153,7 +154,7 @@ def continuation_program(
         program = split_rows(functools.partial(continue_responses, model, options))
         return run_on_rows(program, params, rollout, draws, version)
 
-    return jax.jit(resume)
+    return CompiledProgram(resume, "sample")
 
 
 def run_on_rows(

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ppo.models.transformer import Transformer, TransformerOutput
+from jax_ppo.runtime.compiled_programs import CompiledProgram
 from jax_ppo.runtime.sharding import drop_padded_rows, num_padded_rows
 from jax_ppo.sampler import dialogues, routing, sampling
 from jax_ppo.sampler.engine import SamplingOptions
@@ -265,4 +266,4 @@ def sampler_program(
         per_sample = dataclasses.replace(rollout, slot_steps=None)
         return dataclasses.replace(jax.tree.map(cut, per_sample), slot_steps=rollout.slot_steps)
 
-    return jax.jit(generate_from)
+    return CompiledProgram(generate_from, "sample")

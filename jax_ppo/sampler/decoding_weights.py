@@ -13,7 +13,7 @@ from jax_ppo.models.heads import without_part
 from jax_ppo.models.quantization import quantize_kernels, round_parameters
 from jax_ppo.models.transformer import Transformer, stack_places, unroll_params
 from jax_ppo.runtime import placement, sharding
-from jax_ppo.runtime.compilation import compile_ahead
+from jax_ppo.runtime.compiled_programs import CompiledProgram
 from jax_ppo.types import Params
 
 
@@ -85,13 +85,16 @@ class WeightPreparation:
         }
         others = {name: layout for name, layout in layouts.items() if name not in self._missing}
         index = sharding.replicated(mesh)
-        self._others = jax.jit(
-            functools.partial(_others_in_decoding_form, actor), out_shardings=(others, index)
+        self._others = CompiledProgram(
+            functools.partial(_others_in_decoding_form, actor),
+            "prepare_weights",
+            out_shardings=(others, index),
         )
         # One program for each kind of layer.
         self._layer = {
-            missing: jax.jit(
+            missing: CompiledProgram(
                 functools.partial(_layer_in_decoding_form, actor, missing),
+                "prepare_weights",
                 static_argnums=2,  # stages
                 out_shardings=(layouts[name], index),
             )
@@ -108,18 +111,6 @@ class WeightPreparation:
                 layer, index = self._layer[missing](params["layers"], index, stages)
                 weights |= self._copy({name: layer})
         return weights
-
-    def compile(self, params: Params) -> Params:
-        """Compile the programs for parameters or their shapes, and return the copy's shapes."""
-        with self._mesh_of_programs():
-            weights, index = compile_ahead(self._others, without_part(params, "layers"))
-            stages = _count_stages(params["layers"])
-            layers = {
-                missing: compile_ahead(program, params["layers"], index, stages)[0]
-                for missing, program in self._layer.items()
-            }
-        weights |= {name: layers[missing] for name, missing in self._missing.items()}
-        return self._copy(weights)
 
     def _mesh_of_programs(self) -> contextlib.AbstractContextManager[Any]:
         if self._trained_on is None:

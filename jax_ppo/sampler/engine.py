@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
 import jax
@@ -57,8 +57,8 @@ class RolloutEngine(Protocol):
     """Generates responses with the actor's current weights.
 
     The order of calls in a run is `start`, then any number of rounds of `update_weights`, one or
-    more `generate` and `release_weights`, then `stop`. `precompile` may be called at any time after
-    `start`, from another thread too. `BuiltInEngine` is the default implementation.
+    more `generate` and `release_weights`, then `stop`. `BuiltInEngine` is the default
+    implementation.
     """
 
     def start(self) -> None:
@@ -102,26 +102,6 @@ class RolloutEngine(Protocol):
 
     def stop(self) -> None:
         """Release everything that the engine holds. Called once, after an error too."""
-
-    def precompile(
-        self, params: Params, prompts: Prompts, key: jax.Array, options: SamplingOptions
-    ) -> Generator[str, None, Rollout]:
-        """Compile what `update_weights` and `generate` will run for arguments of these shapes.
-
-        A generator, so that the caller can give up between two programs.
-
-        Args:
-          params: shapes and shardings (`jax.ShapeDtypeStruct`) of the actor's parameters.
-          prompts: arrays like those that `generate` will get.
-          key: a key like those that `generate` will get.
-          options: as for `generate`.
-
-        Yields:
-          The name of each program, after it is compiled.
-
-        Returns:
-          Shapes and shardings of the rollout; `rollout_shapes` for an engine that compiles nothing.
-        """
 
 
 @contextlib.contextmanager

@@ -6,8 +6,9 @@ per step; prompts and responses, which are small, move between the meshes in eac
 """
 
 import concurrent.futures
+import copy
 import dataclasses
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -17,7 +18,7 @@ from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.parallelism.vocabulary import embedding_layouts
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.continuation import DrawStates
-from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
+from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions, rollout_shapes
 from jax_ppo.types import Params, Prompts, Rollout
 
 T = TypeVar("T")
@@ -76,37 +77,16 @@ class OtherMeshEngine:
         """Stop the engine."""
         self._engine.stop()
 
-    def precompile(
-        self, params: Params, prompts: Prompts, key: jax.Array, options: SamplingOptions
-    ) -> Generator[str, None, Rollout]:
-        """Compile on the other mesh. See `RolloutEngine.precompile`."""
-        params = self._move_embeddings(params)
-        programs = self._engine.precompile(params, *self._to_mesh(prompts, key), options)
-        return self._to_run_mesh((yield from self._compile(programs)))
-
-    def precompile_continuation(
-        self, params: Params, rollout: Rollout, draws: DrawStates, options: SamplingOptions
-    ) -> Generator[str, None, Rollout]:
-        """Compile on the other mesh. See `BuiltInEngine.precompile_continuation`."""
-        params = self._move_embeddings(params)
-        moved = _move_rows((rollout, draws), self._mesh)
-        programs = self._built_in.precompile_continuation(params, *moved, options)
-        return self._to_run_mesh((yield from self._compile(programs)))
+    def on_shapes(self) -> "OtherMeshEngine":
+        """Return an engine with the same programs, for `run_on_shapes`; this one is not changed."""
+        engine = copy.copy(self)
+        engine._engine = engine_on_shapes(self._engine, self._mesh)
+        return engine
 
     @property
     def _built_in(self) -> BuiltInEngine:
         assert isinstance(self._engine, BuiltInEngine), "the options require it"
         return self._engine
-
-    def _compile(self, programs: Generator[str, None, Rollout]) -> Generator[str, None, Rollout]:
-        while True:
-            # Not around the yield: the caller's code between two programs has its own mesh.
-            with jax.set_mesh(self._mesh):
-                try:
-                    name = next(programs)
-                except StopIteration as end:
-                    return end.value
-            yield name
 
     def _move_embeddings(self, params: Params) -> Params:
         layouts = embedding_layouts(self._mesh, params)
@@ -199,3 +179,39 @@ def _move(tree: Any, layout: NamedSharding) -> Any:
 
 # Engines whose responses continue from step to step.
 ContinuingEngine = BuiltInEngine | OtherMeshEngine
+
+
+def engine_on_shapes(engine: RolloutEngine, mesh: Mesh) -> RolloutEngine:
+    """Return an engine that takes shapes: with the same programs, if it runs programs of ours."""
+    if isinstance(engine, ContinuingEngine):
+        return engine.on_shapes()
+    return _RolloutShapes(mesh)
+
+
+class _RolloutShapes:
+    """`RolloutEngine` in the place of one that compiles nothing: it returns shapes of rollouts."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+
+    def start(self) -> None:
+        pass
+
+    def update_weights(self, params: Params) -> None:
+        pass
+
+    def generate(
+        self,
+        prompts: Prompts,
+        key: jax.Array,
+        options: SamplingOptions,
+        first_sample_index: int | None = None,
+    ) -> Rollout:
+        samples = len(prompts.lengths) * options.n
+        return rollout_shapes(prompts, options, sharding.batch_rows(self._mesh, samples))
+
+    def release_weights(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass

@@ -4,7 +4,6 @@ The weight of each unit (a token, a pair) is fixed by its whole batch, see `trai
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from jax_ppo.kernels import preferences
 from jax_ppo.models.heads import compute_scalars, param_shapes
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import sharding
+from jax_ppo.runtime.compiled_programs import program
 from jax_ppo.runtime.sharding import constrain_tree
 from jax_ppo.training import forward
 from jax_ppo.training import packing as packing_lib
@@ -187,9 +187,7 @@ def mini_batch(sequences: Sequences, packed: Packing, micro_batches: jax.Array) 
     )
 
 
-@functools.partial(
-    jax.jit, static_argnums=(0, 1, 2, 3), static_argnames="rounding_seed", donate_argnums=(4, 5)
-)
+@program(static_argnums=(0, 1, 2, 3), static_argnames="rounding_seed", donate_argnums=(4, 5))
 def train_step(
     objective: SupervisedObjective,
     options: Supervised,
@@ -224,7 +222,7 @@ def train_step(
     return params, optimizer_state, metrics
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@program(static_argnums=(0, 1, 2))
 def measure_batch(
     objective: SupervisedObjective,
     options: Supervised,

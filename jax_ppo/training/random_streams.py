@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_ppo.runtime import placement, sharding
+from jax_ppo.runtime.compiled_programs import CompiledProgram
 
 
 @enum.unique
@@ -36,7 +37,7 @@ class SampleKeys:
 
     def __init__(self, seed: int, mesh: Mesh) -> None:
         self._replicated = sharding.replicated(mesh)
-        self._make_key = jax.jit(
+        self._make_key = CompiledProgram(
             functools.partial(sample_key, seed), out_shardings=self._replicated
         )
 

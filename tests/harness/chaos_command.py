@@ -22,10 +22,7 @@ PHASES = {
         "jax_ppo.run.supervised_loop:SupervisedTraining.load_state",
         "jax_ppo.training.checkpoint:Checkpointer.restore",
     ),
-    "compiling": (
-        "jax_ppo.ppo.programs:compile_ahead",
-        "jax_ppo.run.supervised_loop:compile_ahead",
-    ),
+    "compiling": ("jax_ppo.runtime.compiled_programs:compile_program",),
     "sampling": (
         "jax_ppo.ppo.samples.on_policy:sample_batch",
         "jax_ppo.ppo.samples.one_step_ahead:sample_batch",
@@ -57,7 +54,15 @@ def wrap(name: str, make_wrapper: Callable[[Callable], Callable]) -> None:
     *owners, attribute = path.split(".")
     owner = functools.reduce(getattr, owners, importlib.import_module(module))
     function = getattr(owner, attribute)
-    setattr(owner, attribute, functools.wraps(function)(make_wrapper(function)))
+    wrapper = make_wrapper(function)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        from jax_ppo.runtime.compiled_programs import runs_on_shapes
+
+        # A step that only compiles its programs is none of the run's.
+        return (function if runs_on_shapes() else wrapper)(*arguments, **options)
+
+    setattr(owner, attribute, functools.wraps(function)(call))
 
 
 def announce_phases() -> None:
@@ -112,7 +117,6 @@ def announce_examples() -> None:
             announce(f"step {step} of examples {' '.join(map(str, placed))}")
             return function(*arguments, **options)
 
-        call.lower = function.lower  # it is also compiled ahead
         return call
 
     for module in ("on_policy", "one_step_ahead"):

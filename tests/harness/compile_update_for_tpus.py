@@ -21,8 +21,8 @@ from hlo import read_collectives
 from jax_ppo.kernels.platform import assume_platform
 from jax_ppo.memory.abstract_step import build_abstract_step
 from jax_ppo.models.hf.config_export import to_hf_config
-from jax_ppo.ppo.programs import compile_programs
-from jax_ppo.runtime import compilation, meshes, topologies
+from jax_ppo.ppo.step_on_shapes import take_step_on_shapes
+from jax_ppo.runtime import compiled_programs, meshes, topologies
 
 VOCABULARY = 16384
 
@@ -43,12 +43,11 @@ def compile_update(width: int) -> str:
     )
     texts = []
 
-    def record(lowered: jax.stages.Lowered, arguments: tuple[Any, ...]) -> Any:
+    def record(name: str, lowered: jax.stages.Lowered, arguments: tuple[Any, ...]) -> Any:
         compiled = lowered.compile()
-        text = compiled.as_text()
-        if text.startswith("HloModule jit_update_actor"):
-            texts.append(text)
-        return compilation.output_shapes(lowered, compiled)
+        if name == "update_actor":
+            texts.append(compiled.as_text())
+        return compiled_programs.output_shapes(lowered, compiled)
 
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(to_hf_config(architecture)))
@@ -65,8 +64,8 @@ def compile_update(width: int) -> str:
         mesh = meshes.make_mesh(config.mesh, topologies.described_devices(topology))
         with assume_platform("tpu"), jax.set_mesh(mesh):
             step = build_abstract_step(config, mesh)
-            with compilation.compile_programs_with(record):
-                list(compile_programs(step, step.state, step.prompts, step.key, step.packed))
+            with compiled_programs.run_on_shapes(record):
+                take_step_on_shapes(step, step.state, step.batches())
     (text,) = texts
     return text
 

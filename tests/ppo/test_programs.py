@@ -1,4 +1,4 @@
-"""One entry of the table of programs is all that a further program of a step needs."""
+"""One entry of the table of programs puts a further program of a step into a plan."""
 
 import json
 
@@ -7,25 +7,22 @@ import pytest
 
 import tiny
 from jax_ppo.memory import step_plan
+from jax_ppo.memory.abstract_step import build_abstract_step
 from jax_ppo.models.hf.config_export import to_hf_config
-from jax_ppo.ppo import forward_passes, programs
-from jax_ppo.ppo.programs import PROGRAMS, StepProgram, compile_programs
-from jax_ppo.ppo.step_parts import ProgramInputs, StepOptions
-from jax_ppo.runtime.compilation import compile_ahead
+from jax_ppo.ppo import programs
+from jax_ppo.ppo.programs import PROGRAMS, StepProgram, planned_programs
+from jax_ppo.ppo.step_on_shapes import take_step_on_shapes
+from jax_ppo.runtime import sharding
+from jax_ppo.runtime.compiled_programs import run_on_shapes
 from jax_ppo.runtime.topologies import parse_topology
-
-
-def compile_second_reading(step, shapes):
-    compile_ahead(forward_passes.join_sequences, shapes.rollout, step.step_options.sequence_length)
-
 
 SECOND_READING = StepProgram(
     name="forward_reference",
     label="forward, reference",
     kind="forward pass",
     role="reference",
-    passes=lambda config, nets: 2,
-    compile=compile_second_reading,
+    runs=lambda options, nets: True,
+    forwards=lambda options: ("reference", "reference"),
 )
 
 
@@ -54,27 +51,46 @@ def test_one_entry_puts_a_program_into_the_plan(plan):
     assert step_plan.format_plan(planned).count("forward, reference ") == 2  # memory and time
 
 
-def test_one_entry_has_a_program_compiled(monkeypatch):
-    config, mesh = tiny.config(), tiny.make_mesh()
+SOURCES = {
+    "on policy": {},
+    "selected": {
+        "rollout__n": 4,
+        "rollout__keep": 2,
+        "algorithm__filter_groups__enable": True,
+        "algorithm__filter_groups__max_num_gen_batches": 2,
+    },
+    "one step ahead": {"rollout__max_staleness": 1, "algorithm__rollout_is": "token"},
+    "continued": {
+        "rollout__max_staleness": 2,
+        "rollout__partial_length": 4,
+        "algorithm__rollout_is": "token",
+    },
+    "exact": {"rollout__exact": True, "rollout__reuse_logprobs": "auto"},
+}
 
-    class Engine:
-        def precompile(self, params, prompts, key, options):
-            yield "sample"
-            return tiny.make_rollout(mesh)
 
-    monkeypatch.setattr(programs, "PROGRAMS", (SECOND_READING,))
-    step = ProgramInputs(
-        step_options=StepOptions.from_config(config),
-        mesh=mesh,
-        nets=tiny.networks(config),
-        engine=Engine(),
-        sampling=None,
-        total_steps=1,
-        reads_rollout=True,
-    )
+@pytest.mark.parametrize("options", SOURCES.values(), ids=SOURCES)
+def test_a_step_on_shapes_runs_the_programs_of_the_table(options, tmp_path):
+    """In the table's order, wherever samples come from; one small model is read for all roles."""
+    (tmp_path / "config.json").write_text(json.dumps(to_hf_config(tiny.ARCHITECTURE)))
+    mesh = tiny.make_mesh()
+    names = []
+
+    def trace(name, lowered, arguments):
+        names.append(name)
+        rows = sharding.replicated(mesh)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), lowered.out_info
+        )
+
     with jax.set_mesh(mesh):
-        names = list(compile_programs(step, tiny.make_state(config, mesh), None, None, None))
-    assert names == ["sample", "forward_reference"]
+        step = build_abstract_step(tiny.config(model__path=str(tmp_path), **options), mesh)
+        with run_on_shapes(trace):
+            take_step_on_shapes(step, step.state, step.batches())
+    planned = [program.name for program in planned_programs(step)]
+    assert list(dict.fromkeys(name for name in names if name)) == planned
+    # One program makes all layers' weights for decoding, another one the rest.
+    assert names.count("prepare_weights") == 2
 
 
 def test_names_are_unique():

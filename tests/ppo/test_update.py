@@ -608,12 +608,12 @@ def test_scoring_is_one_program_for_all_prompt_buckets():
     with jax.set_mesh(mesh):
         state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
         tiny.make_experience(config, mesh, state, rollout)
-        before = forward_passes.forward_part._cache_size()
+        before = forward_passes.forward_part.jitted._cache_size()
         wider = dataclasses.replace(
             rollout.prompts, tokens=jnp.pad(rollout.prompts.tokens, ((0, 0), (0, 3)))
         )
         tiny.make_experience(config, mesh, state, dataclasses.replace(rollout, prompts=wider))
-    assert forward_passes.forward_part._cache_size() == before
+    assert forward_passes.forward_part.jitted._cache_size() == before
 
 
 def test_what_was_compiled_ahead_is_found_by_the_update():

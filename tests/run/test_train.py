@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.monitoring
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -35,7 +36,8 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.reporting.files import read_samples
 from jax_ppo.reporting.sinks import read_metrics_csv
 from jax_ppo.run import life_cycle, ppo_training, standalone_evaluation
-from jax_ppo.runtime import compilation, meshes, placement
+from jax_ppo.runtime import compilation, compiled_programs, meshes, placement
+from jax_ppo.runtime.compiled_programs import CompiledProgram
 from llama_folder import write_llama
 from waiting import HANG_SECONDS, RUN_SECONDS
 
@@ -1203,12 +1205,14 @@ def test_an_error_stops_the_precompilation(monkeypatch):
     """It stops after the program in progress; a compiler error is raised only without another."""
     started, first, release = [], threading.Event(), threading.Event()
 
-    def programs():
+    def compile_program(name, *program):
+        started.append(name)
+        first.set()
+        release.wait(HANG_SECONDS)
+
+    def take_step():
         for name in ("one", "two"):
-            started.append(name)
-            first.set()
-            release.wait(HANG_SECONDS)
-            yield name
+            CompiledProgram(jnp.negative, name)(jax.ShapeDtypeStruct((), jnp.float32))
         raise ValueError("out of memory")
 
     class Event(threading.Event):
@@ -1220,14 +1224,15 @@ def test_an_error_stops_the_precompilation(monkeypatch):
 
     threads = types.SimpleNamespace(Thread=threading.Thread, Event=Event)
     monkeypatch.setattr(life_cycle, "threading", threads)
+    monkeypatch.setattr(compiled_programs, "compile_program", compile_program)
     mesh = meshes.make_mesh(schema.MeshShape())
-    with pytest.raises(KeyError), life_cycle.compile_in_background(programs(), mesh):
+    with pytest.raises(KeyError), life_cycle.compile_in_background(take_step, mesh):
         first.wait(HANG_SECONDS)
         raise KeyError
     assert started == ["one"]
     with (
         pytest.raises(ValueError, match="out of memory"),
-        life_cycle.compile_in_background(programs(), mesh),
+        life_cycle.compile_in_background(take_step, mesh),
     ):
         pass
 

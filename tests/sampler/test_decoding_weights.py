@@ -12,6 +12,7 @@ from jax_ppo.config.schema import RolloutMesh
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes, sharding
 from jax_ppo.runtime.compilation import count_compilations
+from jax_ppo.runtime.compiled_programs import run_on_shapes
 from jax_ppo.sampler.decoding_weights import WeightPreparation
 from tiny_actor import ARCHITECTURE, Actor
 
@@ -30,9 +31,8 @@ def test_stages_hand_over_one_layer_at_a_time(rollout):
         weights = preparation(params)
         index = jax.device_put(np.int32(0), sharding.replicated(mesh))
         program = preparation._layer[()].lower(params["layers"], index, 2).compile()
-        assert (
-            preparation._layer[()]._cache_size() == 1
-        )  # one program for the layers of both stages
+        # One program for the layers of both stages.
+        assert preparation._layer[()].jitted._cache_size() == 1
     assert jax.tree.structure(weights) == jax.tree.structure(actor.params)
     jax.tree.map(np.testing.assert_array_equal, weights, actor.params)
     # The largest kernel of a layer is [32, 48]; an index into the stack would gather the layers.
@@ -49,7 +49,13 @@ def test_on_one_device_two_programs_make_the_copy_however_many_layers_there_are(
     with jax.set_mesh(mesh):
         preparation = WeightPreparation(mesh, Transformer(actor.scored.architecture), params)
         with count_compilations() as compilations:
-            preparation.compile(params)
+            with run_on_shapes():
+                preparation(
+                    jax.tree.map(
+                        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+                        params,
+                    )
+                )
             weights = preparation(params)
     assert compilations.programs == 2
     jax.tree.map(np.testing.assert_array_equal, weights, actor.params)

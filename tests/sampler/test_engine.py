@@ -29,7 +29,6 @@ ENGINE = f'''
 import json, os
 import jax, numpy as np
 from jax_ppo.runtime import placement, sharding
-from jax_ppo.sampler import engine
 from jax_ppo.types import Prompts, Rollout
 
 class FixedResponses:
@@ -73,11 +72,6 @@ class FixedResponses:
         self.calls.append("stop")
         with open(os.path.join(os.path.dirname(__file__), "calls.json"), "w") as file:
             json.dump(self.calls, file)
-
-    def precompile(self, params, prompts, key, options):
-        self.calls.append("precompile")
-        yield "nothing to compile"
-        return engine.rollout_shapes(prompts, options, self.rows)
 '''
 CONFIG = """
 from jax_ppo.config import default_config
@@ -138,7 +132,6 @@ def test_a_ppo_step_with_an_engine_named_by_an_option(config, tmp_path):
     assert json.loads((tmp_path / "calls.json").read_text()) == [
         "init",
         "start",
-        "precompile",
         "update_weights",
         "generate temperature=0.5 first=None",
         "release_weights",

@@ -213,7 +213,7 @@ def test_one_program_a_bucket_and_the_same_samples_from_each(actor):
     ]:
         for seed in range(2):
             sampler(actor.params, make_prompts(lengths, P), jax.random.key(seed), 100 * seed)
-        assert sampler._cache_size() == programs
+        assert sampler.jitted._cache_size() == programs
     narrow, wide = (
         sampler(actor.params, make_prompts((5, 16), P, pad), jax.random.key(7), 0)
         for P, pad in ((16, 0), (32, 60))

@@ -11,7 +11,7 @@ from hlo import read_collectives
 from jax_ppo.config.schema import RolloutMesh
 from jax_ppo.errors import UserError
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.runtime import meshes, placement, sharding
+from jax_ppo.runtime import compilation, compiled_programs, meshes, placement, sharding
 from jax_ppo.sampler import sampling
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.continuation import begin_draws, begin_responses
@@ -119,24 +119,28 @@ def test_no_device_receives_a_whole_matrix_while_weights_are_laid_out(run):
     assert table.addressable_shards[0].data.shape == (17, 16)
 
 
-def test_programs_compiled_ahead_have_the_shapes_of_a_call(run):
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), run.params
-    )
+def shapes_of(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def test_on_shapes_an_engine_returns_the_shapes_of_its_rollouts(run):
+    names = []
+
+    def record(name, *program):
+        names.append(name)
+        return compiled_programs.compile_program(name, *program)
+
     with jax.set_mesh(run.mesh):
         run.wrapped.update_weights(run.params)
-        rollout = run.wrapped.generate(run.prompts, run.key, GREEDY)
-        programs = run.wrapped.precompile(shapes, run.prompts, run.key, GREEDY)
-        names = []
-        while True:
-            # The caller's mesh is in the context between two programs.
-            assert jax.sharding.get_mesh() == run.mesh
-            try:
-                names.append(next(programs))
-            except StopIteration as end:
-                ahead = end.value
-                break
-    assert names == ["prepare_weights", "sample"]
+        with compiled_programs.run_on_shapes(record):
+            engine = run.wrapped.on_shapes()
+            engine.update_weights(shapes_of(run.params))
+            ahead = engine.generate(*shapes_of((run.prompts, run.key)), GREEDY)
+        # The engine itself still has its weights.
+        with compilation.count_compilations() as compiled:
+            rollout = run.wrapped.generate(run.prompts, run.key, GREEDY)
+    assert names == ["prepare_weights", "prepare_weights", "sample"]
+    assert compiled.programs == 0
     for one, other in zip(jax.tree.leaves(ahead), jax.tree.leaves(rollout), strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
         assert one.sharding.is_equivalent_to(other.sharding, len(one.shape))
@@ -162,8 +166,12 @@ def test_responses_continue_as_on_the_runs_mesh(run):
             second = engine.continue_responses(*first[:2], version + 1, continued)
             results.append((first[:2], second[:2]))
         assert second[2].sharding.is_equivalent_to(sharding.replicated(run.mesh), 1)
-        programs = run.wrapped.precompile_continuation(run.params, *begun, continued)
-        assert list(programs) == ["prepare_weights", "sample"]
+        with compiled_programs.run_on_shapes():
+            engine = run.wrapped.on_shapes()
+            engine.update_weights(shapes_of(run.params))
+            ahead = engine.continue_responses(*shapes_of((*begun, version)), continued)
+        shapes = [[x.shape for x in jax.tree.leaves(tree)] for tree in (ahead, second)]
+        assert shapes[0] == shapes[1]
     for ours, theirs in zip(*map(jax.tree.leaves, results[::-1]), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
         assert ours.sharding.mesh == run.mesh and ours.sharding.is_equivalent_to(rows, ours.ndim)

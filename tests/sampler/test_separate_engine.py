@@ -90,10 +90,6 @@ def test_separate_devices_draw_what_the_same_layout_on_shared_ones_does(
         begun = jax.device_put(begun, rows)
         version = jax.device_put(np.int32(5), sharding.replicated(mesh))
         with jax.set_mesh(mesh):
-            programs = engine.precompile(params, prompts, key, SAMPLED)
-            names = list(programs)
-            assert names == ["prepare_weights", "sample"]
-            list(engine.precompile_continuation(params, *begun, continued))
             engine.update_weights(params)
             rollout = engine.generate(prompts, key, SAMPLED)
             stage = engine.continue_responses(*begun, version, continued)

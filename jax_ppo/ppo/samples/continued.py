@@ -11,8 +11,7 @@ The oldest leave first and at most one batch enters per step, so these prompts f
 no response is ever dropped.
 """
 
-import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -32,11 +31,11 @@ from jax_ppo.ppo.samples.checkpointing import (
     rollout_arrays,
 )
 from jax_ppo.ppo.samples.on_policy import newest_weights
-from jax_ppo.ppo.samples.sample_rows import rows_of_groups, take_on_mesh, take_rows
+from jax_ppo.ppo.samples.sample_rows import rows_of_groups, take_on_mesh
 from jax_ppo.ppo.samples.source import SampledBatch, TrainingBatches
-from jax_ppo.ppo.step_parts import ProgramInputs, StepObserver, StepParts
+from jax_ppo.ppo.step_parts import StepObserver, StepParts
 from jax_ppo.runtime import placement, sharding
-from jax_ppo.runtime.compilation import compile_ahead
+from jax_ppo.runtime.compiled_programs import CompiledProgram, program, run_on_shapes
 from jax_ppo.sampler.continuation import (
     DrawStates,
     begin_draws,
@@ -49,7 +48,7 @@ from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.progress import Progress, former_values
 from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.state import TrainState
-from jax_ppo.types import Params, Prompts, Rollout
+from jax_ppo.types import Prompts, Rollout
 
 EMPTY = (0, -1, 0)  # in `ResponsePool.prompts`, where a prompt has left
 
@@ -200,7 +199,9 @@ class ContinuedSource:
         if not progress.position:  # changed data have reset it
             return None
         read_rollout(saved["rollout"], step)  # raises if another version wrote it
-        begun = compile_begin(parts, parts.sample_keys(Stream.TRAINING, 0))
+        first = np.arange(parts.step_options.prompts_per_step)
+        with run_on_shapes(lambda name, lowered, arguments: lowered.out_info):
+            begun = _begin(parts, make_batch(parts.training, first, len(first)), 0)[:2]
         rows = saved["rollout"]["responses"].shape[0]
         fits = saved["prompts"].shape[0] * options.n == samples == rows
         fits &= _row_shapes(saved) == _row_shapes(jax.eval_shape(_pool_rows, *begun))
@@ -265,7 +266,7 @@ def _begin(parts: StepParts, batch: PromptBatch, number: int) -> ResponsePool:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("longest", "layout"))
+@program(static_argnames=("longest", "layout"))
 def _begin_on_mesh(
     prompts: Prompts, key: jax.Array, longest: int, layout: NamedSharding
 ) -> tuple[Rollout, DrawStates]:
@@ -275,7 +276,7 @@ def _begin_on_mesh(
     return jax.lax.with_sharding_constraint(begun, layout)
 
 
-_has_ended = jax.jit(has_ended)
+_has_ended = CompiledProgram(has_ended)
 
 
 def pool_arrays(pool: ResponsePool, mesh: Mesh) -> dict[str, Any]:
@@ -300,46 +301,3 @@ def _row_shapes(tree: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         for path, x in jax.tree_util.tree_leaves_with_path(tree)
         if _name(path) != "prompts"
     }
-
-
-def compile_begin(step: ProgramInputs, key: jax.Array) -> tuple[Rollout, DrawStates]:
-    """Compile what begins the responses to a batch; return the shapes of these and their states."""
-    layout = sharding.batch_rows(step.mesh, step.samples)
-    width = step.step_options.sequence_length - step.sampling.max_response_length
-    prompts = Prompts(
-        tokens=np.zeros((step.samples, width), np.int32), lengths=np.ones(step.samples, np.int32)
-    )
-    shapes: tuple[Rollout, DrawStates] = compile_ahead(
-        _begin_on_mesh,
-        placement.abstract(prompts, layout),
-        key,
-        step.sampling.max_response_length,
-        layout,
-    )
-    return shapes
-
-
-def compile_partial_sampling(
-    step: ProgramInputs, params: Params, key: jax.Array
-) -> Generator[str, None, Rollout]:
-    """Compile what `ContinuedSource.take` runs, as `RolloutEngine.precompile` does."""
-    engine, mesh = step.engine, step.mesh
-    assert isinstance(engine, ContinuingEngine), "the options require it"
-    batch = step.samples
-    begun = dict(zip(("rollout", "draws"), compile_begin(step, key), strict=True))
-
-    def take(pools: tuple[dict[str, Any], ...], count: int) -> dict[str, Any]:
-        rows = jax.ShapeDtypeStruct((count,), jnp.int32, sharding=sharding.replicated(mesh))
-        taken: dict[str, Any] = compile_ahead(
-            take_rows, pools, rows, sharding.batch_rows(mesh, count)
-        )
-        return taken
-
-    pool = take((begun,) * BATCHES_IN_POOL, BATCHES_IN_POOL * batch)
-    take((pool, begun), BATCHES_IN_POOL * batch)
-    rollout = yield from engine.precompile_continuation(
-        params, pool["rollout"], pool["draws"], step.sampling
-    )
-    compile_ahead(_has_ended, rollout)
-    selected: Rollout = take(({"rollout": rollout},), batch)["rollout"]
-    return selected

@@ -12,8 +12,7 @@ after a pass for each of their tokens: their log-probs are the update's in any c
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
+import operator
 from typing import Any
 
 import jax
@@ -25,9 +24,9 @@ from jax_ppo.ppo.forward_passes import forward_part_exactly, join_sequences
 from jax_ppo.ppo.mini_batches import PackedRows, sample_lengths
 from jax_ppo.ppo.samples.on_policy import newest_weights, sample_batch
 from jax_ppo.ppo.samples.source import IndependentSource, SampledBatch
-from jax_ppo.ppo.step_parts import ProgramInputs, StepObserver, StepParts
+from jax_ppo.ppo.step_parts import StepObserver, StepParts
 from jax_ppo.runtime import placement, sharding
-from jax_ppo.runtime.compilation import compile_ahead
+from jax_ppo.runtime.compiled_programs import CompiledProgram, program
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.continuation import DrawStates, begin_draws
 from jax_ppo.sampler.engine import SamplingOptions
@@ -35,7 +34,7 @@ from jax_ppo.sampler.next_token import advance_stop_search, finishes_responses
 from jax_ppo.sampler.sampling import sample_keys
 from jax_ppo.training.random_streams import training_stream
 from jax_ppo.training.state import TrainState
-from jax_ppo.types import Params, Rollout
+from jax_ppo.types import Rollout
 
 
 class ExactSource(IndependentSource):
@@ -79,37 +78,23 @@ def draw_exactly(
         with newest_weights(parts, state, observer) as engine:
             assert isinstance(engine, BuiltInEngine), "the options require it"
             rollout, _, taken = engine.continue_responses(replaced, draws, version, parts.sampling)
-            slot_steps = slot_steps + taken
+            slot_steps = _add(slot_steps, taken)
 
 
-def compile_exact_sampling(
-    step: ProgramInputs,
-    state: TrainState,
-    params: Params,
-    rollout: Rollout,
-    packed: PackedRows,
-    key: jax.Array,
-) -> Rollout:
-    """Compile what `draw_exactly` runs for the shapes of a rollout; return the result's shapes."""
-    without_steps = dataclasses.replace(rollout, slot_steps=None)
-    drawn, replaced, draws, _ = _draw_again(step, state, without_steps, packed, key, compile_ahead)
-    assert isinstance(step.engine, BuiltInEngine), "the options require it"
-    list(step.engine.precompile_continuation(params, replaced, draws, step.sampling))
-    return dataclasses.replace(drawn, slot_steps=rollout.slot_steps)
+_add = CompiledProgram(operator.add)
 
 
 def _draw_again(
-    step: ProgramInputs,
+    step: StepParts,
     state: TrainState,
     rollout: Rollout,
     packed: PackedRows,
     key: jax.Array,
-    run: Callable[..., Any] = lambda program, *arguments: program(*arguments),
 ) -> tuple[Any, ...]:
     """Return the rollout with new log-probs, and what `replace_tokens` does of it."""
     layout = sharding.batch_rows(step.mesh, len(rollout.lengths))
-    sequences = run(join_sequences, rollout, step.step_options.sequence_length)
-    keys = run(_draw_keys, len(rollout.lengths), key, layout)
+    sequences = join_sequences(rollout, step.step_options.sequence_length)
+    keys = _draw_keys(len(rollout.lengths), key, layout)
     options = dataclasses.replace(
         step.step_options.forward,
         old_logprobs=True,
@@ -120,20 +105,18 @@ def _draw_again(
         shared_trunk=False,
         sampling=step.sampling,
     )
-    outputs = run(
-        forward_part_exactly, options, step.nets, "policy", state, sequences, *packed, keys
-    )
+    outputs = forward_part_exactly(options, step.nets, "policy", state, sequences, *packed, keys)
     rollout = dataclasses.replace(rollout, logprobs=outputs.old_logprobs)
-    return rollout, *run(_replace_tokens, step.sampling, rollout, outputs.drawn, key, layout)
+    return rollout, *_replace_tokens(step.sampling, rollout, outputs.drawn, key, layout)
 
 
-@functools.partial(jax.jit, static_argnames=("count", "layout"))
+@program(static_argnames=("count", "layout"))
 def _draw_keys(count: int, key: jax.Array, layout: NamedSharding) -> jax.Array:
     keys = jax.random.key_data(sample_keys(key, jnp.arange(count)))
     return jax.lax.with_sharding_constraint(keys, layout)
 
 
-@functools.partial(jax.jit, static_argnames=("options", "layout"))
+@program(static_argnames=("options", "layout"))
 def _replace_tokens(
     options: SamplingOptions,
     rollout: Rollout,

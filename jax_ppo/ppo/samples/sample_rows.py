@@ -1,6 +1,5 @@
 """Rows of arrays with a row per sample, taken from several pools of them."""
 
-import functools
 from typing import Any
 
 import jax
@@ -9,9 +8,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jax_ppo.runtime import placement, sharding
+from jax_ppo.runtime.compiled_programs import program
 
 
-@functools.partial(jax.jit, static_argnames=("layout",))
+@program(static_argnames=("layout",))
 def take_rows(
     pools: tuple[dict[str, Any], ...], rows: jax.Array, layout: NamedSharding
 ) -> dict[str, Any]:

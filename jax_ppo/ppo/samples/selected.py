@@ -12,7 +12,6 @@ import collections
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -21,11 +20,10 @@ from jax_ppo.errors import UserError
 from jax_ppo.kernels.masked_statistics import ROUNDING
 from jax_ppo.ppo.rewarding import RuleRewards, observe_solve_rates
 from jax_ppo.ppo.samples.on_policy import sample_batch
-from jax_ppo.ppo.samples.sample_rows import rows_of_groups, take_on_mesh, take_rows
+from jax_ppo.ppo.samples.sample_rows import rows_of_groups, take_on_mesh
 from jax_ppo.ppo.samples.source import IndependentSource, SampledBatch, TrainingBatches
-from jax_ppo.ppo.step_parts import ProgramInputs, StepObserver, StepParts
-from jax_ppo.runtime import placement, sharding
-from jax_ppo.runtime.compilation import compile_ahead
+from jax_ppo.ppo.step_parts import StepObserver, StepParts
+from jax_ppo.runtime import placement
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Prompts, Rollout, with_nan
 
@@ -139,35 +137,6 @@ def is_uniform(figures_Gxk: np.ndarray) -> np.ndarray:
     lowest = np.where(known, figures_Gxk, np.inf).min(axis=1)
     size = np.where(known, np.abs(figures_Gxk), 0).max(axis=1)
     return highest - lowest <= ROUNDING * size
-
-
-def compile_selection(step: ProgramInputs, rollout: Rollout) -> Rollout:
-    """Compile the programs of the selection; return the shapes of a selected rollout.
-
-    Each draw has the shapes of `rollout`.
-    """
-    mesh, samples = step.mesh, step.samples
-    everywhere = sharding.replicated(mesh)
-    layout = sharding.batch_rows(mesh, samples)
-    draw_layout = sharding.batch_rows(mesh, rollout.lengths.shape[0])
-    rows = jax.ShapeDtypeStruct((samples,), jnp.int32, sharding=everywhere)
-    drawn = _rollout_arrays(rollout)
-    per_sample = jax.ShapeDtypeStruct(rollout.lengths.shape, jnp.float32, sharding=draw_layout)
-    drawn |= {"scores": per_sample, "correct": per_sample}
-    if step.step_options.has_step_rewards:
-        drawn["steps"] = jax.ShapeDtypeStruct(
-            rollout.logprobs.shape, jnp.float32, sharding=draw_layout
-        )
-    selected = compile_ahead(take_rows, (drawn,), rows, layout)
-    if step.step_options.experience.algorithm.filter_groups.enable:
-        selected = compile_ahead(take_rows, (selected, selected), rows, layout)
-    prompts = Prompts(
-        tokens=jax.ShapeDtypeStruct(
-            (samples, rollout.prompts.tokens.shape[1]), jnp.int32, sharding=layout
-        ),
-        lengths=jax.ShapeDtypeStruct((samples,), jnp.int32, sharding=layout),
-    )
-    return Rollout(prompts=prompts, **{name: selected[name] for name in _rollout_arrays(rollout)})
 
 
 def _rollout_arrays(rollout: Rollout) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from jax_ppo.models.lora import (
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.sampler import sampling
-from jax_ppo.sampler.engine import SamplingOptions, rollout_shapes
+from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.types import Params, Prompts, Rollout
 
 log = logging.getLogger(__name__)
@@ -237,14 +237,6 @@ class ExternalEngine:
         )
         placed: Rollout = placement.place(rollout, sharding.batch_rows(self.mesh, B))
         return placed
-
-    def precompile(
-        self, params: Params, prompts: Prompts, key: jax.Array, options: SamplingOptions
-    ) -> Generator[str, None, Rollout]:
-        """Compile nothing. See `RolloutEngine.precompile`."""
-        yield from ()
-        samples = prompts.lengths.shape[0] * options.n
-        return rollout_shapes(prompts, options, sharding.batch_rows(self.mesh, samples))
 
     def _unused_adapters(self, base: Params, adapters: Params) -> list[str]:
         """Return the projections whose adapters the engine seems to leave out.

@@ -105,11 +105,11 @@ def test_forward_passes_read_the_micro_batches_of_the_first_epoch():
         forward_rows_per_device=None,
         partitions={"actor": Partition(epochs=2, prompts_per_mini_batch=4, rows_per_device=1)},
         reads_as_updated=True,
-        place=lambda arrays, layout: arrays,
     )
     packed = packer.pack(0, np.array([8, 16, 4, 8, 12, 4, 6, 10]))
-    rows, count = packed.forward
-    batches = packed.mini_batches["actor"]
+    packed = jax.tree.map(np.asarray, vars(packed))
+    rows, count = packed["forward"]
+    batches = packed["mini_batches"]["actor"]
     used = [batches.packing.sample[u, :n] for u, n in enumerate(batches.counts[:2])]
     assert count == batches.counts[:2].sum() < len(rows.sample)
     np.testing.assert_array_equal(rows.sample[:count], np.concatenate(used))

@@ -1,0 +1,134 @@
+"""Compiled programs: each is declared once, and runs on arrays or, in a context, on shapes.
+
+On arrays a program is a jitted function. Inside `run_on_shapes` it takes `jax.ShapeDtypeStruct`
+with shardings: it is compiled, which JAX remembers for later calls with arrays, and returns the
+shapes of its results. So the code that runs a step also compiles it, in a thread while weights are
+loaded, or for a machine that is not there.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Hashable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+
+from jax_ppo.runtime import heartbeat
+
+# Compiles the lowered program of this name for its arguments, and returns its results' shapes.
+Compile = Callable[[str, jax.stages.Lowered, tuple[Any, ...]], Any]
+
+
+class CompiledProgram:
+    """A jitted function that also takes shapes."""
+
+    __name__: str
+    __wrapped__: Callable[..., Any]
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        name: str | Callable[..., str] = "",
+        **jit_options: Any,
+    ) -> None:
+        """Declare a program.
+
+        `name` is its name in the table of a step's programs (`ppo.programs.PROGRAMS`), or returns
+        it for the program's arguments; empty for a small one that prepares another's arguments.
+        `jit_options` are those of `jax.jit`, such as the donated arguments.
+        """
+        self._name = name
+        self.jitted = jax.jit(function, **jit_options)
+        named = function.func if isinstance(function, functools.partial) else function
+        functools.update_wrapper(self, named)
+        self.__wrapped__ = function
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Run on arrays; on shapes, inside `run_on_shapes`, compile and return results' shapes."""
+        run = _shape_run.get()
+        if run is None:
+            return self.jitted(*arguments, **named)
+        return run.take_results(self, arguments, named)
+
+    def name(self, *arguments: Any, **named: Any) -> str:
+        """Return the program's name."""
+        return self._name(*arguments, **named) if callable(self._name) else self._name
+
+    def lower(self, *arguments: Any, **named: Any) -> jax.stages.Lowered:
+        """Return the program lowered for arrays or shapes."""
+        return self.jitted.lower(*arguments, **named)
+
+
+def program(
+    name: str | Callable[..., str] = "", **jit_options: Any
+) -> Callable[[Callable[..., Any]], CompiledProgram]:
+    """Return a decorator that makes a function a `CompiledProgram`."""
+    return functools.partial(CompiledProgram, name=name, **jit_options)
+
+
+# Options of `jax.jit` with which programs round what they have in common alike. By default XLA
+# rounds a bfloat16 where a program stores it, not where it is only passed on.
+ROUNDED_ALIKE = {"compiler_options": {"xla_allow_excess_precision": False}}
+
+
+def compile_program(name: str, lowered: jax.stages.Lowered, arguments: tuple[Any, ...]) -> Any:
+    """Compile a program; a `Compile`."""
+    return output_shapes(lowered, lowered.compile())
+
+
+def output_shapes(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) -> Any:
+    """Return the tree of `jax.ShapeDtypeStruct` with shardings of a program's outputs."""
+    # Compiling, not lowering, decides the layout of outputs.
+    return jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        lowered.out_info,
+        compiled.output_shardings,
+    )
+
+
+@contextlib.contextmanager
+def run_on_shapes(compile_: Compile = compile_program) -> Iterator[None]:
+    """Make programs take shapes while the context is open, and `placement.place` return them.
+
+    Each is compiled once for each kind of arguments, by `compile_`. Other threads still run on
+    arrays.
+    """
+    token = _shape_run.set(_ShapeRun(compile_))
+    try:
+        yield
+    finally:
+        _shape_run.reset(token)
+
+
+def runs_on_shapes() -> bool:
+    """Return whether programs take shapes here."""
+    return _shape_run.get() is not None
+
+
+class _ShapeRun:
+    """The programs compiled so far, with the shapes of their results."""
+
+    def __init__(self, compile_: Compile) -> None:
+        self._compile = compile_
+        self._results: dict[Hashable, Any] = {}
+
+    def take_results(
+        self, program: CompiledProgram, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> Any:
+        leaves, structure = jax.tree.flatten((arguments, named))
+        # Shapes are equal if their shardings are; all other leaves are static arguments.
+        key = (program, structure, *leaves)
+        if key not in self._results:
+            token = _shape_run.set(None)  # a function that is traced calls others on tracers
+            try:
+                with heartbeat.activity(f"compiling {program.__name__.strip('_')}"):
+                    lowered = program.lower(*arguments, **named)
+                    name = program.name(*arguments, **named)
+                    self._results[key] = self._compile(name, lowered, arguments)
+            finally:
+                _shape_run.reset(token)
+        return self._results[key]
+
+
+_shape_run: ContextVar[_ShapeRun | None] = ContextVar("shape_run", default=None)

@@ -1,0 +1,93 @@
+"""Programs on arrays and on shapes: what is compiled, when, and in which thread."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_ppo.runtime import compilation, meshes, placement, sharding
+from jax_ppo.runtime.compiled_programs import (
+    CompiledProgram,
+    compile_program,
+    program,
+    run_on_shapes,
+)
+
+MESH = meshes.make_mesh(meshes.MeshShape(), jax.devices()[:1])
+ROWS = sharding.replicated(MESH)
+
+
+def make_scale():
+    """Return a program that no other test has compiled."""
+
+    @program("scale", static_argnames=("factor",))
+    def scale(x, factor):
+        return factor * x
+
+    return scale
+
+
+def shape(*dimensions):
+    return jax.ShapeDtypeStruct(dimensions, jnp.float32, sharding=ROWS)
+
+
+def test_a_call_on_arrays_finds_what_a_call_on_shapes_has_compiled():
+    scale = make_scale()
+    with jax.set_mesh(MESH):
+        x = placement.place(np.arange(3, dtype=np.float32), ROWS)
+        with compilation.count_compilations() as compiled:
+            with run_on_shapes():
+                result = scale(shape(3), factor=2)
+                # Once for each kind of arguments.
+                assert scale(shape(3), factor=2) is result
+                assert scale(shape(3), factor=3) is not result
+                assert scale(shape(4), factor=2).shape == (4,)
+            assert compiled.programs == 3
+            np.testing.assert_array_equal(scale(x, factor=2), [0, 2, 4])
+            assert compiled.programs == 3
+    assert (result.shape, result.dtype, result.sharding) == ((3,), jnp.float32, x.sharding)
+
+
+def test_a_program_that_calls_another_is_one_program():
+    scale = make_scale()
+    both = CompiledProgram(lambda x: scale(scale(x, factor=2), factor=3), "both")
+    names = []
+
+    def record(name, *rest):
+        names.append(name)
+        return compile_program(name, *rest)
+
+    with jax.set_mesh(MESH), run_on_shapes(record):
+        both(shape(2))
+    assert names == ["both"]
+
+
+def test_host_arrays_become_shapes_and_shapes_ones():
+    numbers = np.zeros((2, 3), np.int32)
+    with run_on_shapes():
+        placed = placement.place({"a": numbers}, ROWS)
+    assert placed == {"a": jax.ShapeDtypeStruct((2, 3), np.int32, sharding=ROWS)}
+    np.testing.assert_array_equal(placement.to_host(placed["a"]), np.ones((2, 3)))
+    assert isinstance(placement.place(numbers, ROWS), jax.Array)
+
+
+def test_other_threads_run_on_arrays_meanwhile():
+    scale = make_scale()
+    results = []
+    thread = threading.Thread(target=lambda: results.append(scale(jnp.ones(2), factor=2)))
+    with run_on_shapes():
+        thread.start()
+        thread.join()
+    np.testing.assert_array_equal(results[0], [2, 2])
+
+
+def test_a_compiler_that_raises_ends_the_run_on_shapes():
+    def refuse(*program):
+        raise ZeroDivisionError
+
+    scale = make_scale()
+    with pytest.raises(ZeroDivisionError), run_on_shapes(refuse):
+        scale(shape(2), factor=2)
+    assert scale(jnp.ones(1), factor=2) == 2
