@@ -273,7 +273,7 @@ def test_parts_of_rows_train_as_one_device_does(files, sft, reward_model, tmp_pa
         (
             "reward_model",
             "--config.packing.row_length=64",
-            "row_length=64: a row must hold the 96 tokens of the longest",
+            "row_length=64: a row must hold the two responses of an example",
         ),
         (
             "sft",

@@ -89,7 +89,7 @@ def test_no_option_of_the_model_may_change():
     config = tiny.config()
     names = [o.name for o in schema.all_options() if o.name.startswith("model.")]
     names.remove("model.gradient_checkpointing_policy")  # it changes memory and speed only
-    assert len(names) > 15
+    assert len(names) > 8
     for name in names:
         saved = dataclasses.asdict(config)
         section = saved
