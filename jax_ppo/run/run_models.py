@@ -16,6 +16,7 @@ from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.models.hf.load import describe_unread_parts, has_score_head
 from jax_ppo.models.hf.peft import holds_adapters
 from jax_ppo.ppo.reward_inputs import RewardInputs, make_reward_inputs
+from jax_ppo.reporting import console
 from jax_ppo.runtime import meshes
 from jax_ppo.training.decoders import describe_attention, packed_row_length
 from jax_ppo.training.networks import Folders, Networks, critic_head
@@ -149,6 +150,11 @@ def validate_model(
     prompt with the longest response.
     """
     meshes.validate_architecture(mesh, architecture)
+    if meshes.vocabulary_axis(mesh, architecture.vocab_size) is None:
+        console.print_on_main(
+            f"note: config.mesh.model={mesh.shape['model']} does not divide the "
+            f"{architecture.vocab_size} rows of the {role}'s embedding: each device holds all"
+        )
     max_length = rope.max_sequence_length(architecture)
     if sequence_length > max_length:
         raise UserError(

@@ -207,6 +207,14 @@ def needs_large_micro_batches(mesh: Mesh | AbstractMesh) -> bool:
     return gathers_weights(mesh) or mesh.shape["stage"] > 1
 
 
+def vocabulary_axis(mesh: Mesh | AbstractMesh, vocab_size: int) -> str | None:
+    """Return the axis that splits the vocabulary, `None` if all devices hold all of it.
+
+    One token that was added to a tokenizer makes a size that no number of devices divides.
+    """
+    return None if vocab_size % mesh.shape.get("model", 1) else "model"
+
+
 def validate_architecture(
     mesh: Mesh, architecture: Any, is_encoder: bool = False, option: str = "config.mesh"
 ) -> None:
@@ -266,7 +274,6 @@ def _dimensions_of_decoder(a: Any) -> dict[str, dict[str, int]]:
             "width of the keys without a sliding window": a.global_kv_heads * a.global_head_dim,
             "width of the values": a.num_heads * a.value_head_dim,
             "width of the MLP without experts": a.dense_size,
-            "vocabulary": a.vocab_size,
         },
         "fsdp": {
             "hidden size": a.hidden_size,

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_ppo.runtime import meshes
 from jax_ppo.runtime.meshes import EXPERT_WEIGHTS, ROWS, WEIGHTS, by_process, row_shards
 
 Rules = tuple[tuple[str, P], ...]
@@ -111,6 +112,8 @@ def tree_shardings(mesh: Mesh | AbstractMesh, tree: Any, rules: Rules) -> Any:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         for pattern, spec in rules:
             if re.search(rf"(^|/){pattern}$", name):
+                if name.endswith("/embedding") and spec[:1] == ("model",):
+                    spec = P(meshes.vocabulary_axis(mesh, leaf.shape[0]), *spec[1:])
                 return NamedSharding(mesh, spec)
         raise ValueError(
             f"{name}: no partition rule for this parameter of shape {leaf.shape}; add one to "

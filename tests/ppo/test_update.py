@@ -194,6 +194,21 @@ def test_devices_do_not_change_the_gradient(undivided, shape):
     assert metrics == pytest.approx(undivided[1], rel=1e-4, abs=1e-5)
 
 
+def test_a_vocabulary_that_no_devices_divide_has_the_gradients_of_one(monkeypatch):
+    """33 rows on model=2: a token was added to a tokenizer of 32."""
+    odd = dataclasses.replace(tiny.ARCHITECTURE, vocab_size=33)
+    monkeypatch.setattr(tiny, "ARCHITECTURE", odd)
+    options = {
+        "actor__use_kl_loss": True,
+        "actor__kl_loss_coef": 0.1,
+        "actor__kl_loss_type": "full",
+    }
+    config = tiny.config(**options, actor__entropy_coeff=0.01)
+    expected, _ = run_gradients(config, tiny.make_mesh(), rows=8)
+    gradients, _ = run_gradients(config, tiny.make_mesh(8, data=2, fsdp=2, model=2), rows=4)
+    assert_close(expected, gradients)
+
+
 @pytest.mark.slow
 def test_windows_and_soft_caps_do_not_depend_on_cuts_either(monkeypatch):
     """The first layer has a window of 4 tokens; attention scores and logits have soft caps."""

@@ -77,6 +77,7 @@ def test_model_that_the_mesh_cannot_split():
     architecture = dataclasses.replace(tiny.ARCHITECTURE, **heads)
     mesh = tiny.make_mesh(8, model=4)
     meshes.validate_architecture(mesh, architecture)
+    meshes.validate_architecture(mesh, dataclasses.replace(architecture, vocab_size=33))
     narrow = dataclasses.replace(architecture, intermediate_size=30)
     message = (
         "config.mesh.model=4: must divide the model's MLP width (30); on 8 devices it may be 1 or 2"

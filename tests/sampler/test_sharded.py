@@ -193,6 +193,26 @@ def test_a_nan_on_one_device_gives_a_token_of_the_vocabulary_and_shows_in_the_lo
             assert 0 <= tokens[0] < 64 and np.isnan(logprobs[0]) and np.isfinite(logprobs[1])
 
 
+def test_a_vocabulary_that_no_devices_divide_is_whole_on_each():
+    """Regression: one token added to a tokenizer was refused."""
+    odd = Actor(dataclasses.replace(ARCHITECTURE, vocab_size=69))
+    mesh = meshes.make_mesh(MeshShape(data=2, fsdp=2, model=2))
+    layout = sharding.tree_shardings(mesh, odd.params, sharding.DECODE_RULES)
+    assert layout["embed"]["embedding"].spec[0] is None
+    args = (
+        jax.device_put(odd.params, layout),
+        jax.device_put(make_prompts(range(1, 17)), sharding.rows(mesh)),
+        jax.device_put(jax.random.key(0), sharding.replicated(mesh)),
+    )
+    with jax.set_mesh(mesh):
+        rollout = sampler_program(odd.decoded, OPTIONS, split_rows)(*args)
+    alone = sampler_program(odd.decoded, OPTIONS)(
+        odd.params, make_prompts(range(1, 17)), jax.random.key(0)
+    )
+    np.testing.assert_array_equal(rollout.responses, alone.responses)
+    np.testing.assert_allclose(rollout.logprobs, alone.logprobs, atol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 2, 2), (2, 1, 4)], ids=str)
 def test_attention_that_no_compiler_can_split_is_run_by_each_device(actor, cudnn_anywhere, shape):

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from jax_ppo.runtime import meshes
 from jax_ppo.runtime.meshes import ROWS, WEIGHTS, row_shards, weight_shards
 from jax_ppo.runtime.parallelism.devices import on_each_device, remaining_row_axes
 from jax_ppo.runtime.sharding import constrain_rows
@@ -36,6 +37,8 @@ def look_up_embedding(
         return embedding_VxD[tokens_RxL].astype(dtype)
     # XLA would not remove exchanges of a device with itself.
     split = {axis for axis in mesh.axis_names if mesh.shape[axis] > 1}
+    if meshes.vocabulary_axis(mesh, len(embedding_VxD)) is None:
+        split -= {"model"}
     weight_axes = tuple(axis for axis in WEIGHTS if axis in split)
     if not weight_axes and "model" not in split:
         return embedding_VxD[tokens_RxL].astype(dtype)
@@ -84,9 +87,11 @@ def gather_columns(embedding_VxD: jax.Array) -> jax.Array:
     Its rows, which are tokens, stay split over `model`. Without a mesh in the context, return the
     argument.
     """
-    if jax.sharding.get_abstract_mesh().empty:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
         return embedding_VxD
-    return jax.lax.with_sharding_constraint(embedding_VxD, P("model", None))
+    rows = P(meshes.vocabulary_axis(mesh, len(embedding_VxD)), None)
+    return jax.lax.with_sharding_constraint(embedding_VxD, rows)
 
 
 def scatter_group_sum(gradient_GxVxD: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -114,8 +119,9 @@ def scatter_group_sum(gradient_GxVxD: jax.Array, dtype: DTypeLike) -> jax.Array:
             columns = jax.lax.psum(columns, others)
         return columns.astype(dtype)
 
+    axis = meshes.vocabulary_axis(mesh, gradient_GxVxD.shape[1])
     return jax.shard_map(
-        exchange, in_specs=P(ROWS, "model", None), out_specs=P("model", WEIGHTS), check_vma=False
+        exchange, in_specs=P(ROWS, axis, None), out_specs=P(axis, WEIGHTS), check_vma=False
     )(gradient_GxVxD)
 
 
@@ -154,7 +160,8 @@ def split_vocabulary(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(logits_BxV: jax.Array, per_row: jax.Array, *others_BxV: jax.Array) -> Any:
         mesh = jax.sharding.get_abstract_mesh()
-        if mesh.empty or mesh.shape["model"] == 1:
+        is_whole = mesh.empty or meshes.vocabulary_axis(mesh, logits_BxV.shape[-1]) is None
+        if is_whole or mesh.shape["model"] == 1:
             return function(logits_BxV, per_row, *others_BxV, axis=None)
         row_axes = remaining_row_axes(mesh)
         columns = P(row_axes, "model")
@@ -188,7 +195,7 @@ def embedding_layouts(mesh: Mesh, params: Any) -> Any:
             "lm_head/embedding",
         )
         if is_table and x.shape[1] % math.prod(mesh.shape[axis] for axis in others) == 0:
-            return NamedSharding(mesh, P("model", others))
+            return NamedSharding(mesh, P(meshes.vocabulary_axis(mesh, x.shape[0]), others))
         return None
 
     return jax.tree_util.tree_map_with_path(layout, params)
