@@ -6,7 +6,7 @@ Starts from the small model in the package (jax_ppo/demonstration/model/, made b
 benchmarks/demonstration_model.py). It can solve word problems in GSM8K's form step by step, but has
 the habit of giving the answer at once, which is usually wrong. PPO discovers which of the two pays;
 its only signal is a reward of 1 for a correct answer. Expect held-out accuracy, sampled at
-temperature 1, to rise from 0.35-0.42 to 0.98-0.99.
+temperature 1, to rise from 0.37-0.38 to 0.98-0.99.
 """
 
 from ml_collections import ConfigDict

@@ -4,7 +4,7 @@
 
 The small model of `arithmetic` gives answers at once that are usually wrong. PPO discovers that
 steps pay, whose sums the calculator does: a turn ends with `=`, and the calculator continues. In a
-run of 30 steps held-out accuracy, sampled at temperature 1, rose from 0.28 to 0.98.
+run of 30 steps held-out accuracy, sampled at temperature 1, rose from 0.38 to 0.99.
 """
 
 from ml_collections import ConfigDict
