@@ -6,6 +6,7 @@ per step; prompts and responses, which are small, move between the meshes in eac
 """
 
 import concurrent.futures
+import contextvars
 import copy
 import dataclasses
 from collections.abc import Callable
@@ -143,7 +144,9 @@ class SeparateEngine(OtherMeshEngine):
         programs on this engine's devices only, so give it what `send` returns: programs on the
         run's mesh would follow that update, or start in another order than in another process.
         """
-        self._ahead = self._thread.submit(lambda: jax.block_until_ready(decode()))
+        # The context says whether programs take shapes (runtime/compiled_programs.py).
+        run = contextvars.copy_context().run
+        self._ahead = self._thread.submit(run, lambda: jax.block_until_ready(decode()))
         if self._waits:
             concurrent.futures.wait([self._ahead])
         return self._ahead
