@@ -9,6 +9,7 @@ within `distributed.heartbeat_seconds`, and JAX then aborts the others. What it 
   threads, and end it, once nothing has called `report_progress` for too long.
 """
 
+import atexit
 import contextlib
 import faulthandler
 import json
@@ -87,7 +88,16 @@ def end_with_others() -> None:
             if failure["process"] != state.process_id:
                 end_abruptly(f"process {failure['process']}: {failure['reason']}", failure["code"])
 
-    threading.Thread(target=wait, name="failures", daemon=True).start()
+    thread = threading.Thread(target=wait, name="failures", daemon=True)
+    thread.start()
+
+    def disconnect() -> None:
+        if compat.distributed_state().client is not None:
+            jax.distributed.shutdown()
+        thread.join(_REASON_SECONDS)
+
+    # Python would end the thread inside its call, which aborts the process.
+    atexit.register(disconnect)
 
 
 def announce_failure(reason: str, code: int) -> None:
