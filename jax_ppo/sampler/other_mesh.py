@@ -6,7 +6,6 @@ per step; prompts and responses, which are small, move between the meshes in eac
 """
 
 import concurrent.futures
-import contextvars
 import copy
 import dataclasses
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jax_ppo.runtime import placement, sharding
+from jax_ppo.runtime.compiled_programs import runs_on_shapes
 from jax_ppo.runtime.parallelism.vocabulary import embedding_layouts
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.continuation import DrawStates
@@ -144,9 +144,11 @@ class SeparateEngine(OtherMeshEngine):
         programs on this engine's devices only, so give it what `send` returns: programs on the
         run's mesh would follow that update, or start in another order than in another process.
         """
-        # The context says whether programs take shapes (runtime/compiled_programs.py).
-        run = contextvars.copy_context().run
-        self._ahead = self._thread.submit(run, lambda: jax.block_until_ready(decode()))
+        if runs_on_shapes():
+            shapes: concurrent.futures.Future[T] = concurrent.futures.Future()
+            shapes.set_result(decode())
+            return shapes
+        self._ahead = self._thread.submit(lambda: jax.block_until_ready(decode()))
         if self._waits:
             concurrent.futures.wait([self._ahead])
         return self._ahead

@@ -17,6 +17,7 @@ from jax_ppo.ppo import step
 from jax_ppo.reporting.files import read_samples
 from jax_ppo.run import ppo_training
 from jax_ppo.runtime import signals
+from jax_ppo.runtime.compiled_programs import runs_on_shapes
 from jax_ppo.sampler.other_mesh import SeparateEngine
 from llama_folder import write_arithmetic_llama
 from waiting import HANG_SECONDS
@@ -67,6 +68,8 @@ class Overlap:
         decode_ahead, update_state = SeparateEngine.decode_ahead, step.update_state
 
         def decode_beside_update(engine, decode):
+            if runs_on_shapes():
+                return decode_ahead(engine, decode)
             self.overlapping += 1
 
             def decode_until_update_ends():
@@ -80,6 +83,8 @@ class Overlap:
             return decode_ahead(engine, decode_until_update_ends)
 
         def update_beside_decoding(*arguments):
+            if runs_on_shapes():
+                return update_state(*arguments)
             if self.overlapping > self.updates:
                 assert self.began.acquire(timeout=HANG_SECONDS), "decoding waits for the update"
             result = jax.block_until_ready(update_state(*arguments))
