@@ -300,7 +300,7 @@ class Step:
             parts = list(zip(functions, by_role.values(), strict=True))
         function, arguments = parts[len(critic)]
         with jax.set_mesh(self.mesh):
-            return function.trace(*arguments).lower(lowering_platforms=platforms)
+            return function.jitted.trace(*arguments).lower(lowering_platforms=platforms)
 
     def run_update(
         self, state: TrainState, experience: Experience, batches: MiniBatches

@@ -110,7 +110,6 @@ exchanges = 0
 for decoding, shape, rollout_shape in (
     (2, {}, {}),
     (4, {}, {"model": 2}),
-    (4, {"model": 2}, {"context": 2}),
     (4, {}, {"model": 4}),
     (4, {"model": 4}, {}),
     (6, {}, {}),

@@ -193,7 +193,7 @@ def test_impossible_rollout_meshes_are_refused_in_one_line():
     with pytest.raises(UserError, match="config.rollout.mesh.model=8: must divide"):
         meshes.validate_architecture(
             meshes.make_rollout_mesh(mesh, RolloutMesh(model=8)),
-            dataclasses.replace(tiny.ARCHITECTURE, vocab_size=36),
+            dataclasses.replace(tiny.ARCHITECTURE, intermediate_size=36),
             option="config.rollout.mesh",
         )
     with pytest.raises(UserError, match="set config.rollout.mesh.model"):
