@@ -87,7 +87,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     texts = [
         prompt + response for prompt, response in arithmetic.generate_worked_solutions(200, 0.5, 0)
     ]
-    write_llama(folder, texts, tokens=192, vocab_size=196)  # mesh.model may be 4 and not 8
+    write_llama(folder, texts, tokens=192, vocab_size=196)
     (folder / "reward.py").write_text(REWARD)
     (folder / "config.py").write_text(
         CONFIG.format(model=str(folder / "llama"), reward=f"{folder}/reward.py:reward")
@@ -1266,7 +1266,7 @@ def load_config(files, *overrides):
         ),
         ("--config.model.path=/nowhere/model", "config.model.path"),
         ("--config.reward.function=jax_ppo.nothing:reward", "config.reward.function"),
-        ("--config.mesh.model=8", "config.mesh.model=8: must divide"),
+        ("--config.mesh.stage=8", "config.mesh.stage=8: must divide"),
         ("--config.mesh.model=3", "must multiply to the number of devices, 8"),
     ],
 )
