@@ -960,8 +960,8 @@ class RolloutOptions(Sampling):
         "updates by which sampling weights may be older than those that are trained: 0, sample "
         "within each step; 1, sample the next batch while this one is scored; more, partial "
         "rollouts: a step draws rollout.partial_length tokens at a time of the responses to twice "
-        "its prompts until enough are complete, and the others, continue under "
-        "newer weights for at most this many steps",
+        "its prompts until enough are complete, and the others continue under newer weights for "
+        "at most this many steps",
         unit="steps", at_least=0, read_by=PPO,
         rules=(
             DRAWN_ONCE,

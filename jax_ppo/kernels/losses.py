@@ -57,7 +57,7 @@ class Clip(NamedTuple):
 
 
 class LossInputs(NamedTuple):
-    """What a policy loss can ask for, by the names of its parameters."""
+    """Inputs that a policy loss may request by naming a parameter."""
 
     batch: PolicyBatch
     clip: Clip

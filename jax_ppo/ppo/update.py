@@ -34,7 +34,7 @@ TARGET_KL_MARGIN = 1.5
 
 @dataclasses.dataclass(frozen=True)
 class UpdateSetup:
-    """What stays the same from step to step; a static argument of compiled functions."""
+    """The constants of a run's updates; a static argument of compiled functions."""
 
     options: UpdateOptions
     nets: Networks
@@ -51,7 +51,7 @@ class Trained:
 
 @pytree
 class UpdateInputs:
-    """What else the update of a role reads."""
+    """The arrays, besides its state, that the update of a role reads."""
 
     fixed_state: TrainState  # without the trained trees of any role
     experience: Experience

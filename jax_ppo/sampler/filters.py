@@ -56,7 +56,7 @@ class Filters(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What filters keep of M tokens of each row."""
+    """The tokens that filters keep, out of M in each row."""
 
     weights: jax.Array  # float32 [B, M], 0 for tokens that are left out
     least: jax.Array  # float32 [B], the least logit of those that are kept

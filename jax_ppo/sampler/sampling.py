@@ -37,7 +37,7 @@ class Draws(NamedTuple):
 
 
 class _Normalizer(NamedTuple):
-    """What makes a log-prob of a logit, for B rows."""
+    """The terms that turn a logit into a log-prob, for B rows."""
 
     largest: jax.Array  # float32 [B], the largest logit
     sums: jax.Array  # float32 [B], the sum of the weights of all tokens

@@ -132,7 +132,7 @@ def find_role(name: str) -> ModelRole:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunRole:
-    """What the options of a run say of a role."""
+    """The options of a run that concern one role."""
 
     entry: ModelRole
     is_used: bool

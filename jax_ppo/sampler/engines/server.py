@@ -31,7 +31,7 @@ _WORKER = "jax_ppo_vllm_worker"  # vllm_worker.py, as a module of vLLM's workers
 
 @dataclasses.dataclass
 class _Loaded:
-    """What the server has of a run's weights, where it takes adapters."""
+    """The weights of a run that a server with adapters has loaded."""
 
     has_base: bool = False  # the weights to which adapters are added
     adapters: str = ""  # the name of those that it has loaded last
