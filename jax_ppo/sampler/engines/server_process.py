@@ -13,17 +13,21 @@ from jax_ppo.errors import shorten
 # workers would otherwise keep their memory.
 _SUPERVISOR = """
 import glob, os, signal, subprocess, sys, threading, time
-server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+server = None
 is_asked = False
 def end(*ignored):
     global is_asked
     is_asked = True
-    server.terminate()  # lets it and its workers remove what they have in shared memory
+    if server is not None:
+        server.terminate()  # lets it and its workers remove what they have in shared memory
     threading.Timer(10, os.killpg, (0, signal.SIGKILL)).start()
 def watch():
     sys.stdin.buffer.read()
     end()
 signal.signal(signal.SIGTERM, end)
+server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+if is_asked:  # while it started
+    server.terminate()
 threading.Thread(target=watch, daemon=True).start()
 def has_workers():
     for path in glob.glob("/proc/[0-9]*/stat"):
