@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -99,17 +100,16 @@ class Registry(dict[str, E], Generic[E]):
         return {other: name for name, entry in self.items() for other in entry.other_names}
 
     def markdown(self) -> str:
-        """Return a table of the entries."""
-        lines = [
-            "| value | meaning | use it when | needs | elsewhere called | source |",
-            "| --- | --- | --- | --- | --- | --- |",
-        ]
+        """Return a table of the entries, without the columns that are empty."""
+        table = [("value", "meaning", "use it when", "needs", "elsewhere called", "source")]
         for name, entry in self.items():
-            needs = ", ".join(entry.needs) or "nothing"
             others = ", ".join(f"`{other}`" for other in entry.other_names)
-            cells = (f"**{name}**", entry.summary, entry.when, needs, others, entry.source)
-            lines.append(f"| {' | '.join(cells)} |")
-        return "\n".join(lines)
+            needs = ", ".join(entry.needs)
+            table.append((f"**{name}**", entry.summary, entry.when, needs, others, entry.source))
+        filled = [any(cells) for cells in zip(*table[1:], strict=True)]
+        rows = [list(itertools.compress(cells, filled)) for cells in table]
+        rows.insert(1, ["---"] * sum(filled))
+        return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

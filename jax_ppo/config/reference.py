@@ -1,12 +1,11 @@
 """Print the options: a list for the terminal, and the reference page docs/options.md."""
 
+import collections
 import functools
-import itertools
 import sys
 import textwrap
 from collections.abc import Iterator
 
-from jax_ppo.config.loading import BOUNDS
 from jax_ppo.config.option import COMMANDS, Option
 from jax_ppo.config.schema import all_options
 from jax_ppo.errors import print_any_text
@@ -15,6 +14,8 @@ from jax_ppo.registries import REGISTRIES
 # Columns of a line in the terminal, and what precedes a meaning.
 WIDTH = 100
 INDENT = " " * 6
+# The bounds of `Facts`.
+SIGNS = {"at_least": ">=", "above": ">", "at_most": "<=", "below": "<"}
 HEADER = """\
 # Options
 
@@ -22,14 +23,15 @@ HEADER = """\
 
 Set an option in a file under `configs/`, on the command line as `--config.NAME=VALUE`, or in Python
 with `load_config("arithmetic", {"NAME": VALUE})`. A mistake is reported within a second, with the
-nearest valid name. "unset" means that the program chooses the value that the meaning describes.
-Numbers must be finite and fit into 32 bits: infinity and NaN are rejected.
+nearest valid name. "unset": the program chooses the value that the meaning describes. Numbers must
+be finite and fit into 32 bits.
 
 - **Needs**: changing the option is an error unless the condition holds.
 - **Effective only if**: otherwise changing the option has no effect, and a note is printed.
 - **Fixed**: a run cannot be resumed with another value.
+- **Read by**: the commands that read the option; all of them where nothing is said.
 
-A line above a table holds for all options in it.
+A line above a table holds for the options in it, except where a row says otherwise.
 """
 
 
@@ -81,13 +83,18 @@ def _entries() -> Iterator[str]:
 
 def _sections() -> Iterator[str]:
     """Yield the lines of the page below its header: a table for each section of options."""
-    # The schema lists options section by section.
-    for section, group in itertools.groupby(
-        all_options(), lambda option: option.name.rpartition(".")[0]
-    ):
-        options = list(group)
+    sections: dict[str, list[Option]] = {}
+    for option in all_options():
+        sections.setdefault(option.name.rpartition(".")[0], []).append(option)
+    # The first option of each last part and meaning.
+    explained: dict[tuple[str, str], str] = {}
+    for section, options in sections.items():
         facts = [_facts(option) for option in options]
         shared = [fact for fact in facts[0] if all(fact in others for others in facts)]
+        readers = collections.Counter(option.read_by for option in options)
+        most_common = readers.most_common(1)[0][0] if len(options) > 1 else COMMANDS
+        if most_common != COMMANDS:
+            shared.append(_read_by(most_common))
         yield f"\n## `{section}`\n" if section else "\n## Top level\n"
         if shared:
             yield f"{' '.join(shared)}\n"
@@ -95,9 +102,13 @@ def _sections() -> Iterator[str]:
         yield "| --- | --- | --- | --- |"
         for option, all_facts in zip(options, facts, strict=True):
             doc = option.facts.doc
+            first = explained.setdefault((option.name.rpartition(".")[2], doc), option.name)
+            meaning = f"{doc[0].upper()}{doc[1:]}" if first == option.name else f"As `{first}`"
             own = [fact for fact in all_facts if fact not in shared]
-            meaning = " ".join([f"{doc[0].upper()}{doc[1:]}.", *own])
-            cells = [f"`{option.name}`", _default(option), _values(option), meaning]
+            if option.read_by != most_common:
+                own.append(_read_by(option.read_by))
+            cells = [f"`{option.name}`", _default(option), _values(option)]
+            cells.append(" ".join([f"{meaning}.", *own]))
             yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
@@ -120,8 +131,8 @@ def _values(option: Option) -> str:
             choices.append("module:function")
         return ", ".join(f"`{choice}`" for choice in choices)
     limits = [
-        f"{words} {getattr(facts, bound)}"
-        for bound, (words, _) in BOUNDS.items()
+        f"{sign} {getattr(facts, bound)}"
+        for bound, sign in SIGNS.items()
         if getattr(facts, bound) is not None
     ]
     if facts.not_zero:
@@ -133,14 +144,14 @@ def _values(option: Option) -> str:
 
 
 def _facts(option: Option) -> list[str]:
-    """Return sentences about other values, other options, resuming and commands."""
+    """Return sentences about other values, other options and resuming."""
     facts = option.facts
     sentences = [
-        f"[All of them](#{registry.title.lower().replace(' ', '-')})."
+        f"[Explained](#{registry.title.lower().replace(' ', '-')})."
         for registry in REGISTRIES
         if option.name in registry.options
     ]
-    if facts.aliases:
+    if facts.aliases and not sentences:  # a registry's table has them
         aliases = ", ".join(f"`{alias}` = `{choice}`" for alias, choice in facts.aliases.items())
         sentences.append(f"Also accepted: {aliases}.")
     if needs := [rule.summary for rule in facts.rules if rule.message and rule.summary]:
@@ -154,8 +165,9 @@ def _facts(option: Option) -> list[str]:
         for rule in facts.rules
         if rule.first_step_only
     ]
-    if option.read_by != COMMANDS:
-        *others, last = (f"`{reader}`" for reader in option.read_by)
-        readers = f"{', '.join(others)} and {last}" if others else last
-        sentences.append(f"Read by {readers}.")
     return sentences
+
+
+def _read_by(commands: tuple[str, ...]) -> str:
+    names = ", ".join(f"`{command}`" for command in commands) if commands != COMMANDS else "all"
+    return f"Read by {names}."
