@@ -277,8 +277,8 @@ class Data:
         "expected_answer, final_answer, answer), or in reward_model")
     system_prompt: str = option("", "system message of every chat, instead of the chat's own")
     prompt_template: str = option("",
-        "text around each prompt, or around a chat's last message, which replaces {prompt} in it; "
-        "@FILE reads the text from a file")
+        "text around each prompt, or a chat's last message, which replaces {prompt} in it; @FILE "
+        "reads it from a file")
     instruction: str = option("", "text appended to a prompt that is only a question or problem")
     chat_template: bool = option(True, "apply the tokenizer's chat template if it has one")
     chat_template_kwargs: str = option("",
@@ -289,8 +289,8 @@ class Data:
     shuffle: bool = option(True, "shuffle the rows anew in each epoch, from `seed`",
         read_by=LEARNING)
     curriculum: str = option("none",
-        "how training prompts are drawn: none, each once per epoch; solve_rate, prompts that are "
-        "always or never solved twenty times less often than those solved half of the time",
+        "none: each training prompt once per epoch; solve_rate: prompts that are always or never "
+        "solved are drawn twenty times less often than those solved half of the time",
         choices=("none", "solve_rate"), read_by=PPO, fixed_on_resume=True,
         rules=(REWARDS_BY_RULE, NEWEST_WEIGHTS))
 
@@ -301,7 +301,7 @@ class LoraOptions:
 
     rank: int = option(0,
         "rank of the adapters that actor and critic train on one frozen base, which is also the "
-        "reference; 0: all parameters are trained",
+        "reference; 0: train all parameters",
         at_least=0, rules=(TRAINS_ADAPTERS,))
     alpha: float = option(16.0, "the adapters' product is scaled by alpha / rank",
         above=0, rules=(HAS_ADAPTERS,))
@@ -309,8 +309,8 @@ class LoraOptions:
         f"projections with adapters, separated by commas: {', '.join(LORA_TARGETS)}; or all-linear",
         is_list=True, parse=parse_lora_targets, rules=(HAS_ADAPTERS,))
     path: str = option("",
-        "folder or hub name of adapters in PEFT's format to start from; they set rank, alpha and "
-        "targets",
+        "folder or hub name of adapters in PEFT's format to start from, with their rank, alpha "
+        "and targets",
         rules=(
             TRAINS_ADAPTERS,
             OptionRule(lambda c: c.model.lora == LoraOptions(path=c.model.lora.path),
@@ -324,8 +324,8 @@ class Model:
     """The pretrained model and its computation."""
 
     path: str = option("",
-        "Hugging Face folder or hub name, OWNER/NAME or OWNER/NAME@REVISION; empty: a small "
-        "model that is part of this package and solves problems of `arithmetic`",
+        "Hugging Face folder or hub name, OWNER/NAME or OWNER/NAME@REVISION; empty: the package's "
+        "small model, which solves problems of `arithmetic`",
         rules=(
             must_be_set(lambda c: c.model.path, "score", *SUPERVISED),
             must_be_set(lambda c: c.model.path or not c.learns_from_files),
@@ -334,21 +334,21 @@ class Model:
                 "problems of `arithmetic`", at_default=True)))
     tokenizer_path: str = option("", "folder or hub name of the tokenizer; empty: model.path")
     dtype: str = option("auto",
-        "type of the computation; optim.param_dtype is the type of stored parameters. auto: "
-        "bfloat16 on TPUs and on GPUs from compute capability 8.0, else float32",
+        "type of the computation; auto: bfloat16 on TPUs and on GPUs from compute capability 8.0, "
+        "else float32. Parameters are stored in optim.param_dtype",
         choices=("auto", "bfloat16", "float32"))
     gradient_checkpointing: bool = option(True,
         "compute each layer's activations again in the backward pass, to save memory",
         read_by=LEARNING)
     gradient_checkpointing_policy: str = option("full",
         "what a layer keeps for the backward pass besides its input: full, nothing; attention, "
-        "the output of attention; dots, the results of matrix products (most memory, least time)",
+        "its output; dots, all matrix products (most memory, least time)",
         choices=("full", "attention", "dots"), fixed_on_resume=False, read_by=LEARNING,
         rules=(option_is("model.gradient_checkpointing", True),))
     attention: str = option("auto",
-        "attention for whole sequences: xla runs everywhere; cudnn on NVIDIA GPUs in bfloat16; "
-        "splash on TPUs if packing.row_length is unset or a multiple of 128; auto: cudnn or "
-        "splash where it can run",
+        "attention for whole sequences: xla, everywhere; cudnn, NVIDIA GPUs in bfloat16; splash, "
+        "TPUs if packing.row_length is unset or a multiple of 128; auto: the platform's where it "
+        "can run",
         choices=("auto", "xla", "cudnn", "splash"))
     lora: LoraOptions = section(LoraOptions, read_by=MODELS)
 
@@ -378,8 +378,8 @@ class Optim:
         "decoupled weight decay, of matrices only, not of norms and biases",
         at_least=0)
     param_dtype: str = option("float32",
-        "type of stored parameters; optimizer steps are computed in float32, and bfloat16 is "
-        "rounded stochastically so that small steps count on average",
+        "type of stored parameters; steps are computed in float32, and bfloat16 is rounded "
+        "stochastically so that small steps count on average",
         choices=STORED_DTYPES, fixed_on_resume=True)
     moments_dtype: str = option("float32",
         "type of the optimizer's stored moments; bfloat16 is rounded stochastically",
@@ -402,8 +402,8 @@ class RouterReplay:
     """Replay of the experts that the sampler selected, in the actor's forward pass and update."""
 
     mode: str = option("disabled",
-        "R3: the actor's passes send each token through the experts that it used in sampling "
-        "(routing replay for a mixture of experts); disabled: each pass selects experts anew",
+        "R3: the actor's passes send each token through the experts used in sampling (routing "
+        "replay); disabled: each pass selects experts anew",
         choices=("disabled", "R3"),
         rules=(
             engine_is_built_in("does not record it; use the built-in engine"),
@@ -421,16 +421,16 @@ class Actor:
     optimizer_offload: bool = option(False,
         "keep the optimizer state in the host's memory between updates")
     param_offload: bool = option(False,
-        "keep the actor's parameters in the host's memory when no phase reads them; while "
-        "sampling, the devices hold only the copy that decodes",
+        "keep the actor's parameters in the host's memory when no phase reads them; sampling "
+        "needs only the copy that decodes",
         read_by=MODELS)
     ppo_mini_batch_size: int = option(64,
-        "prompts per optimizer step, each with rollout.n samples (or rollout.keep); samples are "
-        "shuffled one by one",
+        "prompts per optimizer step, each with rollout.n samples (or rollout.keep), shuffled one "
+        "by one",
         unit="prompts", at_least=1, read_by=PPO)
     ppo_micro_batch_size_per_device: int | None = option(None,
         "packed rows that a device processes at once; unset: a sixteenth of all rows, more of "
-        "short or few ones, and at most 8,192 tokens",
+        "short or few ones, at most 8,192 tokens",
         unit="rows", at_least=1, read_by=MODELS)
     ppo_epochs: int = option(1, "passes over a rollout, each in another order", at_least=1,
         read_by=PPO)
@@ -446,8 +446,8 @@ class Actor:
             "it is above 1, or 0",
             "the dual clip's constant must be above 1; 0 turns it off"),))
     policy_loss: str = option("vanilla",
-        "loss of a token; or your own, as kernels/policy_losses.py describes: `module:function` or "
-        "`file.py:function`",
+        "loss of a token; or your own, `module:function` or `file.py:function` "
+        "(kernels/policy_losses.py)",
         choices=tuple(POLICY_LOSSES), is_plugin=True)
     entropy_coeff: float = option(0.0, "weight of the entropy bonus", at_least=0)
     router_aux_loss_coef: float = option(0.0,
@@ -457,12 +457,12 @@ class Actor:
         rules=(USES_REFERENCE,))
     kl_loss_coef: float = option(0.001, "weight of the KL in the loss", at_least=0)
     kl_loss_type: str = option("k3",
-        "estimator of the KL in the loss, where k1 does not restrain the policy; or your own, a "
-        "function of log-ratios (kernels/kl.py)",
+        "estimator of the KL in the loss, where k1 does not restrain the policy; or a function of "
+        "log-ratios (kernels/kl.py)",
         choices=tuple(KL_ESTIMATORS), is_plugin=True, aliases=KL_ESTIMATORS.other_names())
     target_kl: float | None = option(None,
-        "stop the actor's step early: no further mini-batch once the approximate KL to the policy "
-        "at the start of the step exceeds 1.5 times this; unset: never",
+        "no further mini-batch of a step once the approximate KL to the policy at its start "
+        "exceeds 1.5 times this; unset: no limit",
         unit="nats per token", above=0,
         rules=(OptionRule(lambda c: not c.updates_once,
             "a step takes several mini-batches or epochs"),))
@@ -481,9 +481,9 @@ class Reference:
     """The policy that the KL is measured to."""
 
     path: str = option("",
-        "folder or hub name of the reference, with the actor's architecture; with model.lora "
-        "adapters in PEFT's format on model.path; empty: the policy that the run starts from, with "
-        "model.lora without its adapters",
+        "folder or hub name of the reference, with the actor's architecture, or with model.lora "
+        "of adapters in PEFT's format; empty: the policy that the run starts from, without "
+        "adapters",
         fixed_on_resume=True, rules=(USES_REFERENCE,))
 
 
@@ -492,12 +492,12 @@ class Teacher:
     """A policy whose distribution the actor learns on its own responses."""
 
     path: str = option("",
-        "folder or hub name of the teacher, any policy with the actor's vocabulary; with "
-        "model.lora also adapters in PEFT's format on model.path; empty: there is none",
+        "folder or hub name of the teacher, any policy with the actor's vocabulary, or with "
+        "model.lora of adapters in PEFT's format; empty: none",
         fixed_on_resume=True)
     reward_coef: float = option(1.0,
-        "subtract this times log actor - log teacher of each sampled token from the token's "
-        "reward; 0: the teacher gives no rewards",
+        "subtract this times log actor - log teacher of each sampled token from its reward; 0: no "
+        "rewards from the teacher",
         at_least=0,
         rules=(
             HAS_TEACHER,
@@ -506,8 +506,8 @@ class Teacher:
                 "expected more than 0, or a config.teacher.loss_coef above 0; otherwise nothing "
                 "reads config.teacher.path")))
     loss_coef: float = option(0.0,
-        "add this times KL(actor || teacher) over the whole vocabulary to the actor's loss: a pass "
-        "of the teacher per micro-batch",
+        "add this times KL(actor || teacher) over the vocabulary to the actor's loss: a pass of "
+        "the teacher per micro-batch",
         at_least=0, read_by=POLICY, rules=(HAS_TEACHER,))
     use_task_rewards: bool = option(True,
         "also learn from the rewards of rules and reward model; off: they are only reported",
@@ -522,12 +522,12 @@ class Critic:
     """The value function's model, loss and update."""
 
     path: str = option("",
-        "folder or hub name that the critic starts from; empty: model.path. With model.lora: "
-        "adapters in PEFT's format on model.path",
+        "folder or hub name that the critic starts from, with model.lora of adapters in PEFT's "
+        "format; empty: model.path",
         fixed_on_resume=True, read_by=MODELS, rules=(HAS_CRITIC, CRITIC_HAS_TRUNK))
     keep_head: bool | None = option(None,
-        "start the critic with the scalar head in critic.path, such as a reward model's; off: "
-        "with a head of zeros; unset: on where critic.path holds a critic, as a run exports it",
+        "start with the scalar head in critic.path, such as a reward model's; off: with zeros; "
+        "unset: on where critic.path holds a critic that a run exported",
         fixed_on_resume=False, read_by=MODELS,
         rules=(
             HAS_CRITIC,
@@ -535,8 +535,8 @@ class Critic:
             is_set("critic.path", "needs a config.critic.path that has a head"),
             first_step_only_if(HAS_CRITIC)))
     shared_trunk: bool = option(False,
-        "make the critic a scalar head on the actor's trunk: one pass serves both losses, whose "
-        "sum the actor minimizes; the head uses actor.optim and stops with actor.target_kl",
+        "make the critic a scalar head on the actor's trunk: one pass serves both losses; the "
+        "head uses actor.optim and stops with actor.target_kl",
         fixed_on_resume=True, rules=(HAS_CRITIC,))
     optim: CriticOptim = section(CriticOptim,
         rules=(HAS_OWN_CRITIC,))
@@ -565,11 +565,11 @@ class Critic:
         at_least=0, rules=(HAS_OWN_CRITIC, SEQUENCES_ARE_WHOLE))
     huber_delta: float | None = option(None,
         "error beyond which the loss grows linearly, in units of reward (in standard deviations "
-        "with normalize_values); unset: the loss is quadratic everywhere",
+        "with normalize_values); unset: never",
         above=0, rules=(unread_unless(HAS_CRITIC),))
     normalize_values: bool = option(False,
-        "train the critic on returns divided by their running standard deviation, after "
-        "subtracting the mean; cliprange_value then counts in standard deviations",
+        "train the critic on returns normalized by their running mean and deviation; "
+        "cliprange_value then counts in standard deviations",
         fixed_on_resume=True, read_by=MODELS, rules=(HAS_CRITIC,))
 
 
@@ -591,8 +591,8 @@ class KLControl:
     target_kl: float = option(0.1, "KL that adaptive aims at, per target_unit",
         unit="nats", above=0)
     target_unit: str = option("token",
-        "what target_kl counts: token, the mean KL per token (verl); sequence, the KL summed over "
-        "each response (OpenAI's 6)",
+        "what target_kl counts: token, the mean KL per token (verl); sequence, its sum over a "
+        "response (OpenAI's 6)",
         choices=("token", "sequence"))
     horizon: int = option(10_000, "samples over which adaptive changes the coefficient",
         unit="samples", at_least=1,
@@ -620,7 +620,7 @@ class FilterGroups:
         rules=(FILTERS_GROUPS,))
     max_num_gen_batches: int = option(10,
         "batches of train_batch_size prompts that a step samples at most; prompts with equal "
-        "rewards fill places that are still empty",
+        "rewards fill what is left",
         unit="batches", at_least=1, rules=(FILTERS_GROUPS,))
 
 
@@ -629,8 +629,8 @@ class Algorithm:
     """Advantages, returns and the KL to the reference."""
 
     adv_estimator: str = option("gae",
-        "how advantages are estimated; or your own: `module:function` or `file.py:function`, "
-        "called as described in ppo/advantages.py",
+        "how advantages are estimated; or your own, `module:function` or `file.py:function` "
+        "(ppo/advantages.py)",
         choices=tuple(ADVANTAGE_ESTIMATORS), is_plugin=True, fixed_on_resume=True, read_by=MODELS)
     gamma: float = option(1.0, "discount per token",
         at_least=0, at_most=1, read_by=MODELS, rules=(estimator_reads("gamma"),))
@@ -650,8 +650,8 @@ class Algorithm:
         "a response that was cut off ends with the critic's value, not with 0",
         rules=(HAS_CRITIC, VALUES_TOKENS, option_is("algorithm.mask_truncated", False)))
     mask_truncated: bool = option(False,
-        "leave responses that were cut off out of the losses; their scores still count in "
-        "baselines, whitened rewards and running moments")
+        "leave responses that were cut off out of the losses, but not out of baselines, whitened "
+        "rewards and running moments")
     norm_adv_by_std_in_grpo: bool = option(True,
         "grpo divides by the standard deviation of a prompt's rewards; off: Dr. GRPO",
         rules=(estimator_reads("norm_adv_by_std_in_grpo"),))
@@ -664,8 +664,8 @@ class Algorithm:
         "subtract the KL to the reference, times kl_ctrl's coefficient, from each token's reward",
         read_by=MODELS, rules=(USES_REFERENCE,))
     use_reference: bool = option(True,
-        "measure the KL to a frozen reference: reference.path, or the first policy, with "
-        "model.lora without its adapters")
+        "measure the KL to a frozen reference: reference.path, or the first policy, without "
+        "adapters")
     reference_offload: bool = option(False,
         "keep the reference in the host's memory when it does not compute",
         rules=(OptionRule(lambda c: c.algorithm.use_reference and not c.has_adapters,
@@ -673,23 +673,22 @@ class Algorithm:
             "there is no separate reference: config.algorithm.use_reference is off, or it is "
             "the base of adapters (config.model.lora)"),))
     kl_penalty: str = option("k1",
-        "estimator of the KL in the reward, where only k1 follows the KL's gradient; or your own, "
-        "as for actor.kl_loss_type",
+        "estimator of the KL in the reward, where only k1 follows the KL's gradient; or a "
+        "function as for actor.kl_loss_type",
         choices=KL_ESTIMATORS.names(lambda entry: entry.in_reward), is_plugin=True,
         aliases=KL_ESTIMATORS.other_names())
     kl_ctrl: KLControl = section(KLControl)
     filter_groups: FilterGroups = section(FilterGroups, read_by=PPO)
     rollout_is: str = option("none",
-        "importance weights of the policy loss for samples of older weights "
-        "(rollout.max_staleness) or with the sampler's rounding",
+        "importance weights of the policy loss, for samples of older weights "
+        "(rollout.max_staleness) or the sampler's rounding",
         choices=tuple(IMPORTANCE_WEIGHTS), read_by=POLICY, rules=(DRAWN_ONCE,))
     rollout_is_threshold: float = option(2.0, "upper bound of importance weights",
         at_least=1, read_by=POLICY, rules=(WEIGHS,))
     rollout_is_lower: float = option(0.0, "lower bound of importance weights",
         at_least=0, below=1, read_by=POLICY, rules=(WEIGHS,))
     rollout_is_masks: bool = option(False,
-        "tokens whose weight is outside the bounds weigh 0, as in IcePop; off: weights are "
-        "truncated to the bounds",
+        "weights outside the bounds become 0, as in IcePop; off: they are truncated to the bounds",
         read_by=POLICY, rules=(WEIGHS,))
 
 
@@ -741,9 +740,8 @@ class RolloutMesh:
             "config.rollout.engine={c.rollout.engine!r} does not decode on the mesh; unset "
             "it"),))
     devices: int = option(0,
-        "devices that only decode, the last of each process, while the others, which `mesh` has, "
-        "learn (docs/sample-sources.md#devices-that-only-decode); 0: decoding uses the devices of "
-        "`mesh`",
+        "devices that only decode, the last of each process, while those of `mesh` learn "
+        "(docs/sample-sources.md#devices-that-only-decode); 0: those of `mesh` decode",
         unit="devices", at_least=0, read_by=PPO,
         rules=(
             engine_is_built_in("decodes elsewhere; use the built-in engine"),
@@ -752,7 +750,7 @@ class RolloutMesh:
                 "these devices would decode nothing while the others learn; set "
                 "config.rollout.max_staleness to 1 or more")))
     data: int = option(-1,
-        "groups of devices with a copy of the weights each; -1: as many as there are devices for",
+        "groups of devices with a copy of the weights each; -1: as many as fit",
         unit="groups", at_least=-1, not_zero=True, rules=(HAS_ROLLOUT_MESH,))
 
 
@@ -761,12 +759,11 @@ class MultiTurn:
     """Dialogues: responses of several turns, which an environment answers."""
 
     environment: str = option("",
-        "what answers each turn of the policy: a class, `module:Class` or `file.py:Class`, see "
-        "environments/protocol.py, or one with Gymnasium's methods; `gymnasium:ID`, one that is "
-        "registered there; tools that the policy calls in its chat template's format, "
-        "`tools:calculator,python,file.py:function`; or the address of a server, "
-        "http://HOST:PORT, which is sent the environment variable JAX_PPO_ENVIRONMENT_KEY as a "
-        "bearer token, if it is set; empty: a response is one turn",
+        "what answers each turn of the policy: a class, `module:Class` or `file.py:Class` "
+        "(environments/protocol.py, or with Gymnasium's methods); `gymnasium:ID`; tools, "
+        "`tools:calculator,python,file.py:function`; or a server, http://HOST:PORT, which gets "
+        "the environment variable JAX_PPO_ENVIRONMENT_KEY, if set, as a bearer token; empty: a "
+        "response is one turn",
         rules=(
             engine_is_built_in("has no environment; use the built-in engine"),
             option_is("reward.process_rewards", False,
@@ -785,12 +782,12 @@ class MultiTurn:
         "tokens to which an observation is cut",
         unit="tokens", at_least=1, rules=(HAS_ENVIRONMENT,))
     timeout: float = option(60.0,
-        "longest time for a `step` of the environment (the first includes `reset`); a dialogue "
-        "that exceeds it ends with a reward of 0 for the turn",
+        "longest time for a `step` of the environment (the first includes `reset`), after which "
+        "the dialogue ends with a reward of 0 for the turn",
         unit="seconds", above=0, rules=(HAS_ENVIRONMENT,))
     observation_role: str = option("",
-        "role under which the chat template renders what the environment returns, such "
-        "as user; empty: it is inserted unchanged (results of tools: as the role tool)",
+        "role under which the chat template renders observations, such as user; empty: they are "
+        "inserted unchanged (results of tools: as the role tool)",
         rules=(HAS_ENVIRONMENT,))
     python_timeout: float = option(5.0, "longest time for a program of the tool python",
         unit="seconds", above=0,
@@ -805,8 +802,7 @@ class MultiTurn:
     python_memory: float = option(1.0, "address space of a program of the tool python",
         unit="GiB", above=0, rules=(HAS_PYTHON_TOOL,))
     url_timeout: float = option(20.0,
-        "longest time for a call of the environment's server; rollout.multi_turn.timeout bounds "
-        "all calls of a turn together",
+        "longest time for a call of the environment's server",
         unit="seconds", above=0,
         rules=(
             ENVIRONMENT_IS_SERVER,
@@ -817,20 +813,20 @@ class MultiTurn:
                 "config.rollout.multi_turn.timeout={c.rollout.multi_turn.timeout}, which bounds "
                 "all calls of a turn together", at_default=True)))
     url_retries: int = option(2,
-        "how often a call is repeated that the environment's server refused (429, 503) or did not "
-        "accept; a `reset`, and a `step` of a server that allows it, also after other faults",
+        "repetitions of a call that the environment's server refused (429, 503) or did not "
+        "accept; of a `reset`, and a `step` that the server lets repeat, also after other faults",
         at_least=0, rules=(ENVIRONMENT_IS_SERVER,))
     max_faults: int = option(64,
-        "consecutive calls of the environment's server that fail, repetitions included, after "
-        "which the run ends; a dialogue with a failed call ends with a reward of 0 for the turn",
+        "consecutive failed calls of the environment's server, repetitions included, that end the "
+        "run; before, each ends its dialogue with a reward of 0 for the turn",
         unit="calls", at_least=1, rules=(ENVIRONMENT_IS_SERVER,))
     action_field: str = option("",
         "field of the object that the environment's server takes as action, such as `message`; "
-        "empty: the action is the text of the turn",
+        "empty: the action is a text",
         rules=(ENVIRONMENT_IS_SERVER,))
     observation_field: str = option("",
-        "field of the object that the environment's server returns as observation; empty: the "
-        "observation is a text",
+        "field of the object that the environment's server returns as observation; empty: it is a "
+        "text",
         rules=(ENVIRONMENT_IS_SERVER,))
     info_metrics: str = option("",
         "numbers in the `info` of a server's or Gymnasium's environment that become metrics "
@@ -880,33 +876,33 @@ class RolloutOptions(Sampling):
         read_by=PPO,
         rules=(*compares(lambda c: c.rollout.n),))
     engine: str = option("built-in",
-        "what generates responses; or your implementation of RolloutEngine in sampler/engine.py: "
-        "`module:Class` or `file.py:Class`",
+        "what generates responses; or your RolloutEngine, `module:Class` or `file.py:Class` "
+        "(sampler/engine.py)",
         choices=tuple(ROLLOUT_ENGINES), is_plugin=True, aliases=ROLLOUT_ENGINES.other_names(),
         rules=(
             *map(has_server, ROLLOUT_ENGINES.names(lambda entry: entry.is_server)),
             DRAWN_WITHIN_STEP,
             DRAWN_ONCE))
     weights_dir: str = option("",
-        "folder in which an external engine finds the weights of each step; a server on another "
-        "machine needs a shared one. Empty: shared memory, or the temporary folder if they do not "
-        "fit twice",
+        "folder in which an external engine finds the weights of each step, shared with a server "
+        "on another machine; empty: shared memory, or the temporary folder if they do not fit "
+        "twice",
         rules=(OptionRule(lambda c: ROLLOUT_ENGINES.lookup(c.rollout.engine).is_external,
             engine_is(lambda entry: entry.is_external)),))
     url: str = option("",
-        "address of a running server that samples, http://HOST:PORT; prompts are sent there, and "
-        "with them the environment variable JAX_PPO_ROLLOUT_KEY as a bearer token, if it is set",
+        "address of a running server that samples, http://HOST:PORT; it gets the environment "
+        "variable JAX_PPO_ROLLOUT_KEY, if set, as a bearer token",
         rules=(ENGINE_IS_SERVER,))
     url_timeout: float = option(600.0, "longest wait for one response of a server",
         unit="seconds", above=0, rules=(unread_unless(ENGINE_IS_SERVER),))
     vllm: VLLM = section(VLLM)
     max_num_seqs: int = option(256,
-        "samples that a device decodes at once; others take the place of those that have ended. "
-        "0: as many as fit into memory",
+        "samples that a device decodes at once, each followed by another when it ends; 0: as many "
+        "as fit into memory",
         unit="samples", at_least=0)
     stop: str = option("",
-        "strings that end a response, or a turn of a dialogue: one string, or a JSON list such as "
-        '["Question:", "\\n\\n"]; the token that completes one is still part of the response',
+        'strings that end a response or a turn: one string, or a JSON list such as ["Question:", '
+        '"\\n\\n"]; the token that completes one is part of the response',
         is_json=True, parse=parse_strings)
     min_new_tokens: int = option(0, "tokens before which a response does not end",
         unit="tokens", at_least=0,
@@ -918,17 +914,16 @@ class RolloutOptions(Sampling):
         "sliding window; auto: cudnn where it can run",
         choices=("auto", "xla", "cudnn"), rules=(unread_unless(HAS_BUILT_IN_ENGINE),))
     quantization: str = option("none",
-        "how weights are stored for decoding: none, as model.dtype; int8, in half the memory of "
-        "bfloat16, which samples from a slightly different policy (algorithm.rollout_is corrects "
-        "that)",
+        "how weights are stored for decoding: none, as model.dtype; int8, half of bfloat16's "
+        "memory, but a slightly different policy (algorithm.rollout_is corrects that)",
         choices=("none", "int8"), rules=(HAS_BUILT_IN_ENGINE,))
     logprob_micro_batch_size_per_device: int | None = option(None,
         "packed rows that a device processes at once without gradients; unset: as for the actor",
         unit="rows", at_least=1, read_by=MODELS, rules=(DRAWN_ONCE,))
     reuse_logprobs: str = option("auto",
-        "take the sampler's log-probs as the old policy's instead of computing them again: always "
-        "(ratios then start at 1 up to rounding, percents in bfloat16); never; auto: only where "
-        "rounding cannot bias the update",
+        "take the sampler's log-probs as the old policy's: always (ratios then start at 1 up to "
+        "rounding, percents in bfloat16); never, compute them again; auto, where rounding cannot "
+        "bias the update",
         choices=("auto", "always", "never"), read_by=PPO,
         rules=(
             OptionRule(lambda c: c.rollout.reuse_logprobs != "always" or (
@@ -943,9 +938,8 @@ class RolloutOptions(Sampling):
                 "to compare the sampler's with; set it to 'auto'"),
             DRAWN_ONCE))
     exact: bool = option(False,
-        "draw each token again from a forward pass over the rows of the update, so that the "
-        "log-probs of rollout and first optimizer step have the same bits "
-        "(docs/reproducibility.md)",
+        "draw each token again from a forward pass over the rows of the update, so that both have "
+        "the same log-probs to the bit (docs/sample-sources.md)",
         read_by=PPO,
         rules=(
             OptionRule(lambda c: not HAS_ROLLOUT_MESH.is_met(c) and all(
@@ -957,11 +951,9 @@ class RolloutOptions(Sampling):
                 "config.rollout.mesh.model unset"),
             SEVERAL_TOKENS))
     max_staleness: int = option(0,
-        "updates by which sampling weights may be older than those that are trained: 0, sample "
-        "within each step; 1, sample the next batch while this one is scored; more, partial "
-        "rollouts: a step draws rollout.partial_length tokens at a time of the responses to twice "
-        "its prompts until enough are complete, and the others continue under newer weights for "
-        "at most this many steps",
+        "updates by which sampling weights may be older than trained ones: 0, sample within each "
+        "step; 1, sample the next batch while this one is scored; more, partial rollouts, whose "
+        "unfinished responses continue under newer weights for at most this many steps",
         unit="steps", at_least=0, read_by=PPO,
         rules=(
             DRAWN_ONCE,
@@ -1011,17 +1003,17 @@ class Reward:
 
     function: str = option("",
         "`module:function` or `file.py:function`, called as f(data_source, solution_str, "
-        "ground_truth, extra_info), or with verl's or TRL's arguments for a batch; empty: the "
-        "built-in rule of each row's data_source")
+        "ground_truth, extra_info), or for a batch as verl's or TRL's; empty: the rule of each "
+        "row's data_source")
     terms: str = option("",
         "sum of rewards as NAME:WEIGHT pairs: built-in rules (gsm8k, gsm8k[flexible], math, "
         "math_dapo, multiple_choice, exact, search_qa, regex, json_schema, arithmetic, sums, "
         "stories, format[think,answer], length[5:200]), `auto` (the rule of each row's "
         "data_source), `model` (the reward model), `judge` (reward.url), or file.py:function")
     url: str = option("",
-        "address of a server that scores responses: it gets a JSON object with prompt, response, "
-        "ground_truth and data_source, or a chat completion if url_model is set. "
-        "JAX_PPO_REWARD_KEY is sent as its bearer token")
+        "address of a server that scores responses: it gets prompt, response, ground_truth and "
+        "data_source as JSON, or a chat completion if url_model is set, and JAX_PPO_REWARD_KEY as "
+        "a bearer token")
     url_model: str = option("",
         "name of the model that judges; its reply has the score as JSON or as its last number",
         rules=(HAS_REWARD_URL,))
@@ -1041,50 +1033,48 @@ class Reward:
     fallback_score: float = option(0.0,
         "score of a sample whose rule raised an error or ran out of time")
     workers: int | None = option(None,
-        "worker processes of the reward function, in which a call that hangs or dies costs only "
-        "its sample; 0: the run's own process; unset: 1 for your functions and for math, regex "
-        "and json_schema, else 0",
+        "worker processes of the reward function, where a call that hangs or dies costs only its "
+        "sample; 0: the run's own process; unset: 1 for your functions, math, regex and "
+        "json_schema, else 0",
         unit="processes", at_least=0)
     timeout: float = option(60.0,
-        "longest time for one response in a worker; a function for batches has max_timeouts times "
-        "as long, or less for fewer responses",
+        "longest time for one response in a worker; a function for batches has up to max_timeouts "
+        "times as long",
         unit="seconds", above=0,
         rules=(OptionRule(lambda c: c.reward.workers != 0,
             "the reward function runs in worker processes (`reward.workers` is not 0)"),))
     max_timeouts: int = option(8,
-        "consecutive responses that may run out of time before the rest of the batch counts as "
-        "failed",
+        "consecutive responses that may run out of time before the rest of the batch fails",
         unit="responses", at_least=1)
     max_failed_steps: int = option(3,
         "consecutive steps in which the rule failed on every response before the run stops",
         unit="steps", at_least=1, read_by=PPO)
     model_path: str = option("",
-        "folder or hub name of a reward model (sequence classification with one label); its score "
-        "is added to reward.function's",
+        "folder or hub name of a reward model (sequence classification with one label), whose "
+        "score is added to reward.function's",
         fixed_on_resume=True)
     param_offload: bool = option(False,
         "keep the reward model in the host's memory when it does not compute",
         rules=(HAS_REWARD_MODEL,))
     model_input: str = option("auto",
-        "what the reward model reads, in its own tokens: chat (its chat template), pair (prompt "
-        "and response), text (both joined); auto: pair for an encoder, else the sampled tokens if "
-        "it has the actor's vocabulary and template, else chat or text",
+        "what the reward model reads: chat (its chat template), pair (prompt and response), text "
+        "(both joined); auto: pair for an encoder, else the sampled tokens if vocabulary and "
+        "template are the actor's, else chat or text",
         choices=("auto", "chat", "pair", "text"), fixed_on_resume=True, rules=(HAS_REWARD_MODEL,))
     max_length: int | None = option(None,
-        "maximum input length of the reward model; the start of longer prompts is left out; "
-        "unset: the one in its config.json",
+        "maximum input length of the reward model, which cuts the start of longer prompts; unset: "
+        "the one in its config.json",
         unit="tokens", at_least=16, rules=(HAS_REWARD_MODEL,))
     micro_batch_size_per_device: int | None = option(None,
-        "packed rows of the reward model that a device processes at once; unset: chosen as the "
-        "actor's",
+        "packed rows of the reward model that a device processes at once; unset: as for the actor",
         unit="rows", at_least=1, rules=(HAS_REWARD_MODEL,))
     score_position: str = option("auto",
-        "the token at which a decoder's score is read: auto, the last one that is not its pad "
-        "token, as in transformers; last_token, the last one",
+        "the token at which a decoder's score is read: auto, the last one but its pad tokens, as "
+        "in transformers; last_token, the last one",
         choices=("auto", "last_token"), fixed_on_resume=True, rules=(HAS_REWARD_MODEL,))
     process_rewards: bool = option(False,
         "reward.function may return `step_rewards`, a list of (end of the step in characters, "
-        "reward), which are not normalized or clipped",
+        "reward), neither normalized nor clipped",
         rules=(OptionRule(lambda c: c.reward.function or c.reward.terms,
             "`reward.function` or `reward.terms` is set",
             "needs a config.reward.function that returns step_rewards"),))
@@ -1128,8 +1118,8 @@ class Evaluate:
     """Options of `jax_ppo.evaluate` alone."""
 
     rank_by: str = option("none",
-        "also report how good the best response to a prompt is by this: critic, the value at the "
-        "response's last token; reward_model, its score",
+        "also report how good the best response to a prompt is by this: critic, the value at its "
+        "last token; reward_model, its score",
         choices=("none", "critic", "reward_model"),
         rules=(
             OptionRule(lambda c: c.rollout.val_kwargs.n > 1, "`rollout.val_kwargs.n` is 2 or more",
@@ -1154,17 +1144,17 @@ class Score:
     """Given prompts and responses: jax_ppo.score scores them, jax_ppo.critic learns from them."""
 
     file: str = option("",
-        "JSONL, Parquet, JSON or CSV file of prompts and responses, such as a file of a run's "
-        "rollouts/; a pattern with *; or a folder rollouts/, for its responses of training. "
-        "jax_ppo.critic samples its responses if it is empty",
+        "JSONL, Parquet, JSON or CSV file of prompts and responses, such as those in a run's "
+        "rollouts/; a pattern with *; or that folder, for its responses of training. Empty: "
+        "jax_ppo.critic samples",
         rules=(must_be_set(lambda c: c.score.file, "score"),))
     response_key: str = option("",
         "column of the response, or its name in extra_info; empty: recognized by name (chosen, a "
         "chat's last message, completion, response, output, solution, answer)",
         rules=(HAS_RESPONSES,))
     reward_key: str = option("",
-        "column of the reward of each response, such as score in rollouts/; empty: the rules and "
-        "the reward model of config.reward",
+        "column of the rewards, such as score in rollouts/; empty: the rules and the reward model "
+        "of config.reward",
         rules=(
             HAS_RESPONSES,
             OptionRule(lambda c: not (c.learns_from_files and c.reward.model_path), "",
@@ -1259,8 +1249,7 @@ class Distributed:
     heartbeat_seconds: int = option(30, "time after which a silent process is taken for dead",
         unit="seconds", at_least=10)
     stall_seconds: int = option(1800,
-        "time without progress after which a run prints the stacks of its threads and ends; 0: no "
-        "limit",
+        "time without progress after which a run prints its threads' stacks and ends; 0: no limit",
         unit="seconds", at_least=0)
 
 
@@ -1276,8 +1265,8 @@ class Trainer:
     critic_warmup: int = option(0, "first steps, in which only the critic is trained",
         unit="steps", at_least=0, read_by=POLICY, rules=(HAS_CRITIC, CRITIC_HAS_TRUNK))
     critic_only: bool = option(False,
-        "train the critic alone, on the responses of an actor that stays as it is; jax_ppo.critic "
-        "turns it on",
+        "train the critic alone, on the responses of an unchanged actor; jax_ppo.critic turns it "
+        "on",
         read_by=PPO, fixed_on_resume=True, rules=(HAS_CRITIC, CRITIC_HAS_TRUNK))
     test_freq: int = option(10, "steps between evaluations; 0: only the last step; -1: never",
         unit="steps", at_least=-1)
@@ -1293,11 +1282,11 @@ class Trainer:
         "resume from the newest checkpoint in the work directory; off: refuse a folder that has "
         "one")
     resume_with_changed_data: bool = option(False,
-        "resume although the training rows or their order have changed, with a new epoch; off: "
+        "resume with a new epoch although the training rows or their order have changed; off: "
         "refuse. Files that only moved have not changed")
     export: bool = option(True,
-        "write the trained model as a Hugging Face folder at the end (WORKDIR/actor or "
-        "reward_model; adapters as WORKDIR/adapter)")
+        "write the trained model as a Hugging Face folder at the end (WORKDIR/actor, adapter or "
+        "reward_model)")
     export_best: bool = option(False,
         "also write the models of the best checkpoint, to WORKDIR/best, which model.path can name",
         rules=(
@@ -1309,8 +1298,8 @@ class Trainer:
                 "and config.trainer.save_freq and test_freq of 0 or more"),
             EXPORTS))
     export_critic: bool = option(True,
-        "also write the critic (WORKDIR/critic) for critic.path and for transformers, as a "
-        "classifier of tokens; its adapters in PEFT's format",
+        "also write the critic (WORKDIR/critic), for critic.path and as transformers' classifier "
+        "of tokens; its adapters in PEFT's format",
         read_by=PPO, rules=(EXPORTS, unread_unless(HAS_CRITIC)))
     export_dtype: str = option("float32",
         "type of the weights in the exported folder; adapters are always float32",
