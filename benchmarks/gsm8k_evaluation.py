@@ -168,7 +168,7 @@ def read_rows(path: Path) -> list[dict]:
 
 def score(rows: list[dict], ground_truths: list[str]) -> dict:
     """Return the accuracy and the number of response tokens."""
-    from jax_ppo.rewards.rules import score_gsm8k
+    from jax_ppo.rewards.number_rules import score_gsm8k
 
     correct = [
         score_gsm8k(row["response"], truth, "flexible").correct

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ppo.config import schema
-from jax_ppo.data import prompt_batches
+from jax_ppo.data import chat_templates, prompt_batches
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.files import require_text
 from jax_ppo.data.messages import parse_prompt
@@ -86,7 +86,7 @@ def sample(
     stop: Sequence[str] = (),
     n: int = 1,
     seed: int = 0,
-    chat_template: tokenizer_lib.ChatTemplate = True,
+    chat_template: chat_templates.ChatTemplate = True,
     max_num_seqs: int = 256,
 ) -> list[str]:
     """Sample responses to prompts.
@@ -193,11 +193,11 @@ def _encode_prompts(
     policy: Policy,
     prompts: Sequence[Prompt],
     max_response_length: int,
-    chat_template: tokenizer_lib.ChatTemplate,
+    chat_template: chat_templates.ChatTemplate,
 ) -> list[list[int]]:
     """Return the token ids of each prompt; raise `UserError` for empty and overlong ones."""
     limit = rope.max_sequence_length(policy.model.architecture)
-    tokenizer_lib.validate_chat_template(policy.tokenizer, chat_template)
+    chat_templates.validate_chat_template(policy.tokenizer, chat_template)
     encoded = []
     for number, prompt in enumerate(prompts):
         location = f"sample: prompts[{number}]"
@@ -206,7 +206,7 @@ def _encode_prompts(
         require_text(prompt, location)
         if not isinstance(prompt, str):
             prompt = parse_prompt(prompt, location, "a chat")
-        ids = tokenizer_lib.encode_prompt(policy.tokenizer, prompt, chat_template)
+        ids = chat_templates.encode_prompt(policy.tokenizer, prompt, chat_template)
         if not ids:
             raise UserError(f"{location}={prompt!r}: the prompt has no tokens")
         if len(ids) + max_response_length > limit:

@@ -301,13 +301,17 @@ def test_every_file_that_may_split_arrays_does(path):
         ("jax_ppo/reporting/sinks.py", "from jax_ppo import ppo", "reporting must not import ppo"),
         ("jax_ppo/supervised/step.py", "from jax_ppo import ppo", "supervised must not import ppo"),
         (
-            "jax_ppo/data/prompts.py",
+            "jax_ppo/data/tokenize_prompts.py",
             "import jax.numpy as jnp",
             "data stays on the host, without jax",
         ),
-        ("jax_ppo/data/prompts.py", "from jax_ppo import models", "data must not import models"),
         (
-            "jax_ppo/rewards/rules.py",
+            "jax_ppo/data/tokenize_prompts.py",
+            "from jax_ppo import models",
+            "data must not import models",
+        ),
+        (
+            "jax_ppo/rewards/number_rules.py",
             "from jax_ppo.data import row_formats",
             "rewards must not import data",
         ),
@@ -364,7 +368,7 @@ def test_every_file_that_may_split_arrays_does(path):
             "allow_pickle=True runs",
         ),
         ("configs/a.py", "f('x', trust_remote_code=True)", "trust_remote_code=True runs"),
-        ("jax_ppo/rewards/rules.py", "y = eval('1 + 1')", "eval() runs text"),
+        ("jax_ppo/rewards/number_rules.py", "y = eval('1 + 1')", "eval() runs text"),
     ],
 )
 def test_each_rule_catches_what_it_is_for(path, source, message):

@@ -140,11 +140,11 @@ def test_what_runs_a_command_exists(runner):
 
 
 def test_a_warning_names_no_module(monkeypatch, capsys):
-    """Regression: a library's format made it WARNING:jax_ppo.data.prompts:..."""
+    """Regression: a library's format made it WARNING:jax_ppo.data.tokenize_prompts:..."""
     monkeypatch.setattr(logging.root, "handlers", [])
 
     def read_job():
-        logging.getLogger("jax_ppo.data.prompts").warning("a row is dropped")
+        logging.getLogger("jax_ppo.data.tokenize_prompts").warning("a row is dropped")
         raise UserError("no row is left")
 
     with pytest.raises(SystemExit, match="no row is left"):

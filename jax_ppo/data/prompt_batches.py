@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jax_ppo.data.prompts import PromptDataset
+from jax_ppo.data.tokenize_prompts import PromptDataset
 from jax_ppo.errors import UserError, counted
 from jax_ppo.types import Example, Prompts
 

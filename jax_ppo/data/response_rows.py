@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jax_ppo.data import files
+from jax_ppo.data.chat_templates import ChatTemplate, encode_prompt, encode_responses
 from jax_ppo.data.prompt_batches import PromptBatch
-from jax_ppo.data.prompts import PromptDataset
-from jax_ppo.data.tokenizer import ChatTemplate, Tokenizer, encode_prompt, encode_responses
+from jax_ppo.data.tokenize_prompts import PromptDataset
+from jax_ppo.data.tokenizer import Tokenizer
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.types import Example, Rollout
 

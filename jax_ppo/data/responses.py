@@ -6,10 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jax_ppo.data import tokenizer as tokenizer_lib
+from jax_ppo.data.chat_templates import encode_responses, opened_thought
 from jax_ppo.data.prompt_batches import pad_token_rows
-from jax_ppo.data.prompts import PromptDataset, PromptEncoding, report_dropped, tokenize_prompts
-from jax_ppo.data.tokenizer import Tokenizer, certainly_exceeds, encode_responses
+from jax_ppo.data.tokenize_prompts import (
+    PromptDataset,
+    PromptEncoding,
+    report_dropped,
+    tokenize_prompts,
+)
+from jax_ppo.data.tokenizer import Tokenizer, certainly_exceeds
 from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.thoughts import close_thought
 from jax_ppo.types import Example, Sequences
@@ -140,7 +145,7 @@ def _encode_fitting_responses(
     responses = {}
     closed = 0
     for row, example in enumerate(prompts.examples):
-        mark = tokenizer_lib.opened_thought(tokenizer, example.prompt, prompts.tokens[row])
+        mark = opened_thought(tokenizer, example.prompt, prompts.tokens[row])
         given = [getattr(example, field) for field in fields]
         texts = [close_thought(mark, text) for text in given]
         closed += texts != given

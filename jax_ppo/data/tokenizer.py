@@ -1,7 +1,6 @@
-"""Tokenizers, loaded or trained, and the encoding of prompts and responses."""
+"""Tokenizers, loaded or trained; texts as tokens, and tokens as texts."""
 
 import datetime
-import inspect
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,10 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from jax_ppo.data.messages import Messages, Prompt, add_response, is_prefilled, join_contents
 from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.storage import downloads, hub, paths, remote
-from jax_ppo.thoughts import find_opened, is_part_of_mark
+from jax_ppo.thoughts import is_part_of_mark
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,7 +20,6 @@ EOS = "<eos>"
 UNKNOWN = "<unk>"
 _LONGEST_CHARACTER = 8  # tokens, which may be single bytes
 LONG_TEXT = 100_000  # characters; encoding ten times as many takes a second
-_LONGEST_MARK = 64  # tokens of the mark of a thought, which may be single characters
 _DATE = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")  # transformers' function
 FULL_ALPHABET = 512  # from this vocabulary size on, every byte has a token
 
@@ -49,9 +46,6 @@ _DOWNLOADED_FILES = (
 
 # Of transformers, whose import takes seconds.
 Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
-# Whether the tokenizer's template renders chats, or the values of further variables in it.
-ChatTemplate = bool | dict[str, Any]
-Tools = Sequence[dict[str, Any]]
 
 
 def load_tokenizer(
@@ -229,180 +223,6 @@ def decode_texts(
     if has_marks:
         rows = [[index for index in row if special.get(index, True)] for row in rows]
     return list(tokenizer.batch_decode(rows, skip_special_tokens=not has_marks, **options))
-
-
-def opened_thought(tokenizer: Any, prompt: Prompt, ids: Sequence[int] | np.ndarray) -> str:
-    """Return the mark of the thought that a prompt, `ids` as tokens, opens, "" if none."""
-    begun = prompt[-1]["content"] if not isinstance(prompt, str) and is_prefilled(prompt) else ""
-    (end,) = tokenizer.batch_decode([ids[-_LONGEST_MARK:]], skip_special_tokens=False)
-    return find_opened(end, begun)
-
-
-def encode_prompt(
-    tokenizer: Tokenizer,
-    prompt: Prompt,
-    chat_template: ChatTemplate = True,
-    tools: Tools = (),
-) -> list[int]:
-    """Return the token ids of a prompt, up to the first token of the response.
-
-    A chat, with a tokenizer that has a chat template, becomes the template's text up to the
-    assistant's turn; if the chat ends with a message of the assistant, up to the end of that
-    message, which the response continues. The template writes all special tokens itself.
-
-    Anything else becomes the text, or the contents of the messages joined by line breaks, with the
-    special tokens that the tokenizer itself adds: Llama's adds BOS in its post-processor; Qwen2's
-    and GPT-2's add none (although GPT-2's defines a BOS), and their models were trained without. An
-    EOS that the tokenizer appends is removed, because the model must continue instead of stop.
-    """
-    return encode_text(tokenizer, *render_prompt(tokenizer, prompt, chat_template, tools))
-
-
-def encode_responses(
-    tokenizer: Tokenizer,
-    prompt: Prompt,
-    responses: Sequence[str],
-    chat_template: ChatTemplate = True,
-    tools: Tools = (),
-) -> list[list[int]]:
-    """Return the token ids of each response as it continues the prompt, with its end.
-
-    In a chat that a template renders, they encode the template's text up to the special token that
-    ends the turn. Elsewhere, and if the template writes none, the EOS is the end.
-
-    They are the ids that follow the prompt's when both are encoded together, and so the ones that a
-    model would sample: some tokenizers (Llama 2's) put a space before a text encoded on its own.
-    If prompt and response merge into one token, the response is encoded on its own.
-    """
-    # Prompt and response are encoded as one text, and the prompt's tokens are cut off.
-    text, special = render_prompt(tokenizer, prompt, chat_template, tools)
-    prompt_ids = encode_text(tokenizer, text, special)
-    is_rendered = not isinstance(prompt, str) and not special
-    ends = {tokenizer.eos_token_id}
-    if is_rendered:
-        added = tokenizer.added_tokens_decoder.items()
-        special_added = (token for token, facts in added if facts.special)
-        ends = {*tokenizer.all_special_ids, *special_added}
-    encoded = []
-    for response in responses:
-        if is_rendered and not isinstance(prompt, str):
-            response = _render_response(tokenizer, prompt, response, text, chat_template, tools)
-        ids = encode_text(tokenizer, text + response, special)
-        if ids[: len(prompt_ids)] == prompt_ids:
-            ids = ids[len(prompt_ids) :]
-        else:
-            ids = encode_text(tokenizer, response, special=False)
-        encoded.append(_end_turn(tokenizer, ids, ends) if is_rendered else [*ids, *ends])
-    return encoded
-
-
-def _render_response(
-    tokenizer: Tokenizer,
-    prompt: Messages,
-    response: str,
-    text: str,
-    chat_template: ChatTemplate,
-    tools: Tools,
-) -> str:
-    """Return what the chat template writes after the prompt's text for a response."""
-
-    def render(answer: str) -> str:
-        return _apply_template(tokenizer, add_response(prompt, answer), chat_template, tools)
-
-    whole = render(response)
-    # A thought that the prompt has opened is not opened again.
-    opened = find_opened(text)
-    if opened and response.lstrip().startswith(opened):
-        response = response.lstrip().removeprefix(opened).lstrip()
-    is_kept = "".join(response.split()) in "".join(whole[len(text) :].split())
-    if whole.startswith(text) and is_kept:
-        return whole[len(text) :]
-    # Templates that begin the assistant's turn with more than they keep in a finished one, or drop
-    # the thoughts of a finished one: the response follows the prompt, as when it is sampled.
-    mark = "response-mark"
-    return response + render(mark).rpartition(mark)[2]
-
-
-def _end_turn(tokenizer: Tokenizer, ids: list[int], ends: set[int]) -> list[int]:
-    """Return a turn up to the special token at its end, or with an EOS if it has none."""
-    for length in range(len(ids), 0, -1):
-        if ids[length - 1] in ends:
-            return ids[:length]
-        # A template may write white space after the end of the turn.
-        if str(tokenizer.decode(ids[length - 1 :])).strip():
-            break
-    return [*ids, tokenizer.eos_token_id]
-
-
-def render_prompt(
-    tokenizer: Tokenizer,
-    prompt: Prompt,
-    chat_template: ChatTemplate,
-    tools: Tools = (),
-) -> tuple[str, bool]:
-    """Return the text, and whether the tokenizer adds its special tokens to it."""
-    if isinstance(prompt, str):
-        return prompt, True
-    if chat_template is not False and tokenizer.chat_template:
-        if is_prefilled(prompt) and len(prompt) > 1 and not prompt[-1]["content"].strip():
-            return render_prompt(tokenizer, prompt[:-1], chat_template, tools)  # nothing is begun
-        kind = "continue_final_message" if is_prefilled(prompt) else "add_generation_prompt"
-        text = _apply_template(tokenizer, prompt, chat_template, tools, **{kind: True})
-        if is_prefilled(prompt):
-            # transformers may cut the white space at its end, which the response continues.
-            content = prompt[-1]["content"]
-            text = text.rstrip() + content[len(content.rstrip()) :]
-        return text, False
-    return join_contents(prompt), True
-
-
-def _apply_template(
-    tokenizer: Tokenizer,
-    messages: Messages,
-    chat_template: ChatTemplate,
-    tools: Tools,
-    **ending: bool,
-) -> str:
-    variables = chat_template if isinstance(chat_template, dict) else {}
-    arguments = {**variables, **ending, "tools": list(tools) or None}
-    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **arguments))
-
-
-def validate_chat_template(tokenizer: Any, chat_template: ChatTemplate) -> None:
-    """Raise `UserError` if the chat template does not read the variables that an option sets."""
-    if not isinstance(chat_template, dict) or not chat_template:
-        return
-    option = f"config.data.chat_template_kwargs={chat_template}"
-    if not tokenizer.chat_template:
-        raise UserError(f"{option}: the tokenizer has no chat template that could read them")
-    reserved = {
-        *inspect.signature(tokenizer.apply_chat_template).parameters,
-        *("messages", "raise_exception", "strftime_now", "namespace", "range"),
-        *tokenizer.special_tokens_map,
-    }
-    known = sorted(template_variables(tokenizer) - reserved)
-    for name in chat_template:
-        if name not in known:
-            raise UserError(
-                f"{option}: the tokenizer's chat template has no variable {name!r}; it reads "
-                f"{', '.join(known) or 'none'}.{did_you_mean(name, known)}"
-            )
-
-
-def template_variables(tokenizer: Any) -> set[str]:
-    """Return the names that the tokenizer's chat template reads; none without a template."""
-    import jinja2.ext
-    import jinja2.meta
-
-    template = tokenizer.chat_template
-    if not template:
-        return set()
-    if isinstance(template, dict):  # several by name
-        template = "".join(template.values())
-    # As transformers parses templates, except for its tag {% generation %}, which has no variables.
-    environment = jinja2.Environment(extensions=[jinja2.ext.loopcontrols])
-    template = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
-    return jinja2.meta.find_undeclared_variables(environment.parse(template))
 
 
 def encode_text(tokenizer: Tokenizer, text: str, special: bool) -> list[int]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jax_ppo.data.message_frames import CHARACTERS_PER_TOKEN, MessageFrame
+from jax_ppo.data.chat_templates import CHARACTERS_PER_TOKEN, MessageFrame
 from jax_ppo.data.messages import prompt_texts
 from jax_ppo.data.tokenizer import decode_texts, encode_text
 from jax_ppo.environments.protocol import (

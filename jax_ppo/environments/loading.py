@@ -9,9 +9,14 @@ from typing import Any
 
 from jax_ppo.config import parsing, plugins
 from jax_ppo.config.schema import MultiTurn
-from jax_ppo.data.message_frames import MessageFrame
+from jax_ppo.data.chat_templates import (
+    ChatTemplate,
+    MessageFrame,
+    render_prompt,
+    template_variables,
+)
 from jax_ppo.data.messages import join_contents
-from jax_ppo.data.tokenizer import ChatTemplate, encode_text, render_prompt, template_variables
+from jax_ppo.data.tokenizer import encode_text
 from jax_ppo.environments.adapters import (
     GymnasiumEnvironment,
     RemoteEnvironment,

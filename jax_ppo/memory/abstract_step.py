@@ -8,8 +8,8 @@ from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config, Data
 from jax_ppo.data.prompt_batches import PromptBatches
-from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.data.response_rows import GivenResponses, ResponseRow
+from jax_ppo.data.tokenize_prompts import PromptDataset
 from jax_ppo.errors import UserError
 from jax_ppo.memory.decoding_slots import cache_bytes_per_device, queue_cache_shapes
 from jax_ppo.memory.memory_check import LeastMemory, PPOMemory

@@ -13,16 +13,17 @@ from jax.sharding import Mesh
 from numpy.typing import ArrayLike
 
 from jax_ppo.config.schema import Reward
+from jax_ppo.data.chat_templates import opened_thought
 from jax_ppo.data.prompt_batches import CurriculumBatches, PromptBatch, PromptBatches
 from jax_ppo.data.response_rows import GivenResponses
-from jax_ppo.data.tokenizer import decode_texts, opened_thought
+from jax_ppo.data.tokenizer import decode_texts
 from jax_ppo.environments.host import HostEnvironment
 from jax_ppo.errors import UserError
 from jax_ppo.ppo import forward_passes
 from jax_ppo.ppo.reward_inputs import ModelInputs, RewardInputs
 from jax_ppo.rewards.batch import ScoredBatch, describe_misses, score_batch, scored_misses
 from jax_ppo.rewards.custom import BatchFunction, assign_step_rewards
-from jax_ppo.rewards.rules import RewardResult
+from jax_ppo.rewards.number_rules import RewardResult
 from jax_ppo.rewards.samples import RewardFunction, RewardRow
 from jax_ppo.rewards.worker_pool import RewardWorkers
 from jax_ppo.runtime import distributed, placement, sharding, signals

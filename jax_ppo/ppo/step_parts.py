@@ -7,7 +7,7 @@ from typing import Protocol
 from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config, RolloutOptions
-from jax_ppo.data.prompts import PromptDataset
+from jax_ppo.data.tokenize_prompts import PromptDataset
 from jax_ppo.ppo.forward_passes import ForwardOptions
 from jax_ppo.ppo.mini_batches import RolloutPacker
 from jax_ppo.ppo.objectives import UpdateOptions

@@ -12,7 +12,7 @@ import numpy as np
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import printable_lines, shorten
 from jax_ppo.rewards.custom import BatchFunction, score_whole_batch
-from jax_ppo.rewards.rules import RewardResult
+from jax_ppo.rewards.number_rules import RewardResult
 from jax_ppo.rewards.samples import (
     Outcome,
     ProgressReporter,

@@ -18,7 +18,7 @@ from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.http_client import HTTPClient
 from jax_ppo.rewards.custom import read_reward_output
-from jax_ppo.rewards.rules import RewardResult
+from jax_ppo.rewards.number_rules import RewardResult
 from jax_ppo.rewards.samples import RewardFunction, RewardRow
 from jax_ppo.thoughts import after_thinking
 

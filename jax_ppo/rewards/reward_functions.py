@@ -21,8 +21,8 @@ from jax_ppo.rewards.custom import (
     wrap_batch_function,
 )
 from jax_ppo.rewards.judge import Judge
+from jax_ppo.rewards.number_rules import RewardResult
 from jax_ppo.rewards.rule_table import RULES, SOURCES, rule_of_source
-from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.rewards.samples import RewardFunction, RewardRow
 from jax_ppo.rewards.terms import AUTO, JUDGE, MODEL, Term, parse_terms, rules_of_source
 

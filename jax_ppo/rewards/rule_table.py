@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from jax_ppo.rewards import math_rules, rules, text_rules
+from jax_ppo.rewards import math_rules, number_rules, text_rules
+from jax_ppo.rewards.number_rules import RewardResult, listed_texts
 from jax_ppo.rewards.numbers import format_quantity, parse_number
-from jax_ppo.rewards.rules import RewardResult, listed_texts
 from jax_ppo.rewards.samples import RewardFunction, RewardRow
 
 
@@ -88,9 +88,9 @@ def _without_argument(
 
 def _bind_gsm8k(argument: str) -> RewardFunction:
     method = argument or "strict"
-    if method not in rules.GSM8K_METHODS:
-        raise ValueError(f"expected one of {', '.join(rules.GSM8K_METHODS)}")
-    return _any_of(functools.partial(rules.score_gsm8k, method=method))
+    if method not in number_rules.GSM8K_METHODS:
+        raise ValueError(f"expected one of {', '.join(number_rules.GSM8K_METHODS)}")
+    return _any_of(functools.partial(number_rules.score_gsm8k, method=method))
 
 
 def _bind_format(argument: str) -> RewardFunction:
@@ -189,20 +189,20 @@ RULES = {
         markers=("####",),
     ),
     "arithmetic": Rule(
-        bind=_without_argument(rules.score_arithmetic),
+        bind=_without_argument(number_rules.score_arithmetic),
         sources=("arithmetic",),
         obstacle=_unless(_is_integer, "is not a whole number"),
         perfect=_perfect_number,
         markers=("####",),
     ),
     "sums": Rule(
-        bind=_without_argument(functools.partial(rules.score_gsm8k, method="flexible")),
+        bind=_without_argument(functools.partial(number_rules.score_gsm8k, method="flexible")),
         sources=("sums",),
         obstacle=_number_obstacle,
         perfect=_perfect_number,
     ),
     "stories": Rule(
-        bind=lambda argument: lambda row, response: rules.score_story(response),
+        bind=lambda argument: lambda row, response: number_rules.score_story(response),
         sources=("stories",),
     ),
     "math": Rule(

@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_ppo.errors import UserError, printable_lines
 from jax_ppo.http_client import RequestTimeout
-from jax_ppo.rewards.rules import RewardResult
+from jax_ppo.rewards.number_rules import RewardResult
 
 if TYPE_CHECKING:  # `jax_ppo.types` imports jax, which reward workers do not load
     from jax_ppo.types import Example

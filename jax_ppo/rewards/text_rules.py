@@ -5,7 +5,7 @@ import re
 import string
 from typing import Any
 
-from jax_ppo.rewards.rules import (
+from jax_ppo.rewards.number_rules import (
     RewardResult,
     grade_answer,
     listed_texts,

@@ -12,9 +12,9 @@ from jax.sharding import Mesh
 
 from jax_ppo.config import notes
 from jax_ppo.config.schema import Config, Data, Reward, RolloutOptions
-from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.data.response_rows import GivenResponses
 from jax_ppo.data.sources import source_weights
+from jax_ppo.data.tokenize_prompts import PromptDataset
 from jax_ppo.environments.host import HostEnvironment
 from jax_ppo.environments.loading import (
     describe_tools,

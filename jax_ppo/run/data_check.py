@@ -10,10 +10,11 @@ import numpy as np
 from jax_ppo.config.schema import Config, Data, Model, Reward
 from jax_ppo.data import responses
 from jax_ppo.data import tokenizer as tokenizer_lib
+from jax_ppo.data.chat_templates import encode_prompt
 from jax_ppo.data.columns import Columns, find_label
 from jax_ppo.data.messages import join_contents
 from jax_ppo.data.prompt_batches import bucket_width
-from jax_ppo.data.prompts import encode_prompts
+from jax_ppo.data.tokenize_prompts import encode_prompts
 from jax_ppo.environments.loading import describe_tools, load_environment_class
 from jax_ppo.errors import UserError, counted, printable_lines
 from jax_ppo.rewards import reward_functions, row_validation
@@ -210,9 +211,8 @@ def _count_tokens(
     if tokenizer is None:
         return None
     template = chat_template(options)
-    lengths = np.array(
-        [len(tokenizer_lib.encode_prompt(tokenizer, e.prompt, template, e.tools)) for e in examples]
-    )
+    encoded = (encode_prompt(tokenizer, e.prompt, template, e.tools) for e in examples)
+    lengths = np.array(list(map(len, encoded)))
     limit = options.max_prompt_length
     buckets = collections.Counter(bucket_width(int(length), 10**9) for length in lengths)
     return {
@@ -349,9 +349,7 @@ def _render_first(examples: Sequence[Example], tokenizer: Any, options: Data) ->
                 continue
             text = tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
             note = f"example {row}, {len(ids)} tokens"
-            whole = tokenizer_lib.encode_prompt(
-                tokenizer, example.prompt, encoding.chat_template, example.tools
-            )
+            whole = encode_prompt(tokenizer, example.prompt, encoding.chat_template, example.tools)
             if (length := len(whole)) > len(ids):
                 note += f" of {length}, config.data.truncation={options.truncation}"
             return text, note

@@ -7,8 +7,8 @@ from typing import Any
 from jax_ppo.config.schema import Config, Data
 from jax_ppo.data import prompt_batches
 from jax_ppo.data.prompt_batches import CurriculumBatches, PromptBatch, PromptBatches, SolveRates
-from jax_ppo.data.prompts import PromptDataset
 from jax_ppo.data.sources import source_weights
+from jax_ppo.data.tokenize_prompts import PromptDataset
 from jax_ppo.ppo.forward_passes import ForwardOutputs, join_sequences, run_forward_passes
 from jax_ppo.ppo.mini_batches import sample_lengths
 from jax_ppo.ppo.samples.source import TrainingBatches

@@ -6,10 +6,10 @@ from typing import Any
 
 from jax_ppo.config.schema import Data
 from jax_ppo.data import prompt_shaping, sources
+from jax_ppo.data.chat_templates import ChatTemplate
 from jax_ppo.data.columns import Columns
 from jax_ppo.data.prompt_shaping import RowParser
-from jax_ppo.data.prompts import PromptDataset, PromptEncoding
-from jax_ppo.data.tokenizer import ChatTemplate
+from jax_ppo.data.tokenize_prompts import PromptDataset, PromptEncoding
 from jax_ppo.errors import UserError
 from jax_ppo.types import Example
 

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jax_ppo.config.schema import Data, MultiTurn
-from jax_ppo.data.prompts import PromptDataset, tokenize_prompts
-from jax_ppo.data.tokenizer import ChatTemplate
+from jax_ppo.data.chat_templates import ChatTemplate
+from jax_ppo.data.tokenize_prompts import PromptDataset, tokenize_prompts
 from jax_ppo.environments.host import HostEnvironment
 from jax_ppo.environments.loading import make_environment
 from jax_ppo.reporting import console

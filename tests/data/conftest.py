@@ -49,3 +49,27 @@ class Letters:
 @pytest.fixture
 def letters():
     return Letters()
+
+
+@pytest.fixture
+def with_specials(tmp_path):
+    """Return a tokenizer that puts <s> before and <eos> after a text.
+
+    Its chat template writes <s> as well.
+    """
+    from tokenizers import processors
+
+    made = tokenizer.train_tokenizer(
+        ["[system] [user] [assistant] Be brief. Tom has 3 apples.\n"], 512, tmp_path
+    )
+    made.add_special_tokens({"bos_token": "<s>"})
+    bos, eos = made.bos_token_id, made.eos_token_id
+    made.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A <eos>", special_tokens=[("<s>", bos), ("<eos>", eos)]
+    )
+    made.chat_template = (
+        "<s>{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    assert made.encode("Tom") == [bos, *made.encode("Tom", add_special_tokens=False), eos]
+    return made

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jax_ppo.data.prompt_batches import CurriculumBatches, solve_rate_weights
-from jax_ppo.data.prompts import PromptDataset
+from jax_ppo.data.tokenize_prompts import PromptDataset
 from jax_ppo.errors import UserError
 from jax_ppo.ppo.rewarding import observe_solve_rates
 from jax_ppo.types import Example

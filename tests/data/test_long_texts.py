@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerFast
 
 from jax_ppo.data import responses
 from jax_ppo.data import tokenizer as tokenizer_lib
-from jax_ppo.data.prompts import PromptEncoding, tokenize_prompts
+from jax_ppo.data.tokenize_prompts import PromptEncoding, tokenize_prompts
 from jax_ppo.errors import UserError
 from jax_ppo.types import Example
 

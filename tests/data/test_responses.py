@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from jax_ppo.data import responses, sources
+from jax_ppo.data.chat_templates import encode_prompt, encode_responses
 from jax_ppo.data.columns import Columns
-from jax_ppo.data.prompts import PromptEncoding
-from jax_ppo.data.tokenizer import encode_prompt, encode_responses, train_tokenizer
+from jax_ppo.data.tokenize_prompts import PromptEncoding
+from jax_ppo.data.tokenizer import train_tokenizer
 from jax_ppo.errors import UserError
 from jax_ppo.types import Example
 

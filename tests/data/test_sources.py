@@ -12,9 +12,9 @@ import pytest
 
 from jax_ppo.data import sources
 from jax_ppo.data.columns import Columns
-from jax_ppo.data.prompts import PromptEncoding, tokenize_prompts
 from jax_ppo.data.responses import validate_responses
 from jax_ppo.data.sources import read_examples
+from jax_ppo.data.tokenize_prompts import PromptEncoding, tokenize_prompts
 from jax_ppo.errors import UserError
 
 GSM8K = [

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jax_ppo.config.schema import MultiTurn
-from jax_ppo.data.tokenizer import encode_prompt, train_tokenizer
+from jax_ppo.data.chat_templates import encode_prompt
+from jax_ppo.data.tokenizer import train_tokenizer
 from jax_ppo.environments import tool_calls
 from jax_ppo.environments.loading import load_environment_class, make_environment, try_first_reset
 from jax_ppo.environments.tool_calls import parse_calls

@@ -456,7 +456,7 @@ def data_sources(r: random.Random, folder: Path) -> None:
 
 def chat_templates(r: random.Random, folder: Path) -> None:
     """A tokenizer's chat template."""
-    from jax_ppo.data.prompts import PromptEncoding, tokenize_prompts
+    from jax_ppo.data.tokenize_prompts import PromptEncoding, tokenize_prompts
     from jax_ppo.types import Example
 
     tokenizer = tiny_tokenizer()

@@ -35,9 +35,10 @@ class Exhibit:
 TEST_GENERATE = "tests/sampler/test_generate.py"
 TEST_SAMPLING = "tests/sampler/test_sampling.py"
 TEST_PACKING = "tests/training/test_packing.py"
-TEST_PROMPTS = "tests/data/test_prompts.py"
+TEST_PROMPTS = "tests/data/test_tokenize_prompts.py"
 TEST_TOKENIZER = "tests/data/test_tokenizer.py"
-TEST_RULES = "tests/rewards/test_rules.py"
+TEST_CHATS = "tests/data/test_chat_templates.py"
+TEST_RULES = "tests/rewards/test_number_rules.py"
 TEST_METRICS = "tests/reporting/test_sinks.py"
 TEST_CHECKPOINT = "tests/training/test_checkpoint.py"
 TEST_MASKED = "tests/kernels/test_masked_statistics.py"
@@ -575,7 +576,7 @@ DATA = [
             "open-r1#462, trl#1114, alignment-handbook#127: a rendered chat template is tokenized "
             "with special tokens"
         ),
-        test=f"{TEST_TOKENIZER}::test_a_chat_template_writes_bos_once",
+        test=f"{TEST_CHATS}::test_a_chat_template_writes_bos_once",
         where="render_prompt",
         old="return (text, False)",
         new="return (text, True)",
@@ -583,7 +584,7 @@ DATA = [
     Exhibit(
         name="no_bos",
         source="unsloth#10312: base models of Gemma without the BOS that they were trained with",
-        test=f"{TEST_TOKENIZER}::test_a_prompt_has_the_tokenizers_bos_but_no_eos",
+        test=f"{TEST_CHATS}::test_a_prompt_has_the_tokenizers_bos_but_no_eos",
         where="encode_text",
         old="tokenizer.encode(text, add_special_tokens=special, verbose=False)",
         new="tokenizer.encode(text, add_special_tokens=False, verbose=False)",
@@ -594,7 +595,7 @@ DATA = [
             "vllm#7491, trlx#287: with add_eos_token the prompt ends with the EOS, and the "
             "response is empty"
         ),
-        test=f"{TEST_TOKENIZER}::test_a_prompt_has_the_tokenizers_bos_but_no_eos",
+        test=f"{TEST_CHATS}::test_a_prompt_has_the_tokenizers_bos_but_no_eos",
         where="encode_text",
         old="if not text_ends_in_eos:\n    ids.pop()",
         new="if not text_ends_in_eos:\n    pass",
@@ -602,7 +603,7 @@ DATA = [
     Exhibit(
         name="a_chat_prompt_without_the_assistants_turn",
         source="llama_index#15239: apply_chat_template without add_generation_prompt",
-        test=f"{TEST_TOKENIZER}::test_a_chat_template_writes_bos_once",
+        test=f"{TEST_CHATS}::test_a_chat_template_writes_bos_once",
         where="render_prompt",
         old="{kind: True}",
         new="{kind: False}",
@@ -610,7 +611,7 @@ DATA = [
     Exhibit(
         name="a_begun_answer_is_closed",
         source="transformers' templates close every message without continue_final_message",
-        test=f"{TEST_TOKENIZER}::test_a_chat_that_ends_with_the_assistant_is_continued",
+        test=f"{TEST_CHATS}::test_a_chat_that_ends_with_the_assistant_is_continued",
         where="render_prompt",
         old='"continue_final_message" if is_prefilled(prompt) else "add_generation_prompt"',
         new='"add_generation_prompt"',

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_ppo.rewards.rules import GSM8K_METHODS, score_gsm8k
+from jax_ppo.rewards.number_rules import GSM8K_METHODS, score_gsm8k
 
 DATA = Path(os.environ.get("JAX_PPO_DATA", Path(__file__).parents[3] / "shared" / "data"))
 

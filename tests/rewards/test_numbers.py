@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from jax_ppo.data.row_formats import parse_row
 from jax_ppo.errors import UserError
+from jax_ppo.rewards.number_rules import GSM8K_METHODS, score_gsm8k
 from jax_ppo.rewards.numbers import Quantity, format_quantity, last_number, parse_number
 from jax_ppo.rewards.row_validation import validate_data_sources
-from jax_ppo.rewards.rules import GSM8K_METHODS, score_gsm8k
 
 UNITS = ("", " km", "%", " square feet", " miles per hour", " m^2", "°C", " €", " apples.")
 

@@ -14,9 +14,9 @@ from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError
 from jax_ppo.rewards.batch import score_batch
 from jax_ppo.rewards.custom import assign_step_rewards, parse_reward_output, read_reward_output
+from jax_ppo.rewards.number_rules import RewardResult
 from jax_ppo.rewards.reward_functions import resolve_reward_function
 from jax_ppo.rewards.row_validation import validate_data_sources
-from jax_ppo.rewards.rules import RewardResult
 from jax_ppo.types import Example
 
 GSM8K = Example("q", "openai/gsm8k", "42")

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ppo.data.prompts import PromptDataset
+from jax_ppo.data.tokenize_prompts import PromptDataset
 from jax_ppo.errors import UserError
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.training.checkpoint import Checkpointer

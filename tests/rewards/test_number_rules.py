@@ -3,8 +3,8 @@ import time
 
 import pytest
 
-from jax_ppo.rewards import rules
-from jax_ppo.rewards.rules import extract_gsm8k, score_gsm8k
+from jax_ppo.rewards import number_rules
+from jax_ppo.rewards.number_rules import extract_gsm8k, score_gsm8k
 from real_data import DATA, needs
 
 # text, result of strict, result of flexible
@@ -44,7 +44,7 @@ def test_flexible_takes_answers_however_they_are_written(text):
     Its flexible method could not be selected.
     """
     result = score_gsm8k(text, "42", "flexible")
-    assert result == rules.RewardResult(1.0, True, {"answered": 1.0}, answer="42")
+    assert result == number_rules.RewardResult(1.0, True, {"answered": 1.0}, answer="42")
 
 
 @pytest.mark.parametrize("answer", ["7", "7.0", "7.", "07", "7.00"])
@@ -57,10 +57,12 @@ def test_equal_numbers_are_one_answer(answer):
 
 @pytest.mark.parametrize("text", ["#### $42", "####42", "#### **42**", "the answer is 42"])
 def test_strict_wants_the_form(text):
-    assert score_gsm8k(text, "42", "strict") == rules.RewardResult(0.0, False, {"answered": 0.0})
+    assert score_gsm8k(text, "42", "strict") == number_rules.RewardResult(
+        0.0, False, {"answered": 0.0}
+    )
 
 
-@pytest.mark.parametrize("method", rules.GSM8K_METHODS)
+@pytest.mark.parametrize("method", number_rules.GSM8K_METHODS)
 @pytest.mark.parametrize(
     ("answer", "truth", "correct"),
     [
@@ -92,7 +94,7 @@ def test_only_the_end_of_a_response_is_looked_at():
     assert score_gsm8k("#### 42" + " " * 293, "42").correct is True
 
 
-@pytest.mark.parametrize("method", rules.GSM8K_METHODS)
+@pytest.mark.parametrize("method", number_rules.GSM8K_METHODS)
 @pytest.mark.parametrize(
     "text", ["1," * 200_000, "#" * 99_999, "1" * 99_999, "#### " + "1,111" * 100_000, "$-" * 9999]
 )
@@ -116,7 +118,7 @@ def test_nothing_that_a_model_wrote_is_evaluated(text):
 
 
 @needs("gsm8k")
-@pytest.mark.parametrize("method", rules.GSM8K_METHODS)
+@pytest.mark.parametrize("method", number_rules.GSM8K_METHODS)
 @pytest.mark.parametrize(("name", "count"), [("train", 7473), ("test", 1319)])
 def test_every_gold_answer_of_gsm8k_scores_one(method, name, count):
     lines = (DATA / "gsm8k" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
@@ -135,9 +137,9 @@ def test_every_gold_answer_of_gsm8k_scores_one(method, name, count):
 
 
 def test_arithmetic_is_strict():
-    assert rules.score_arithmetic("3 + 4 = 7\n7 - 2 = 5\n#### 5", "5").score == 1
-    assert rules.score_arithmetic("5", "5").score == 0
-    assert rules.score_arithmetic("#### 5+5", "5").score == 0
+    assert number_rules.score_arithmetic("3 + 4 = 7\n7 - 2 = 5\n#### 5", "5").score == 1
+    assert number_rules.score_arithmetic("5", "5").score == 0
+    assert number_rules.score_arithmetic("#### 5+5", "5").score == 0
 
 
 @pytest.mark.parametrize(
@@ -152,12 +154,12 @@ def test_arithmetic_is_strict():
     ],
 )
 def test_stories_by_hand(text, score):
-    result = rules.score_story(text)
+    result = number_rules.score_story(text)
     assert result.score == pytest.approx(score)
     assert result.correct is None
     assert result.extra["joyful_words"] >= round(score * 5)
 
 
 def test_the_joyful_words():
-    assert len(rules.JOYFUL_WORDS) == 25
-    assert all(word.isalpha() and word.islower() for word in rules.JOYFUL_WORDS)
+    assert len(number_rules.JOYFUL_WORDS) == 25
+    assert all(word.isalpha() and word.islower() for word in number_rules.JOYFUL_WORDS)

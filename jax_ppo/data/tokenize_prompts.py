@@ -19,16 +19,14 @@ from typing import Any
 import numpy as np
 
 from jax_ppo import processes
-from jax_ppo.data.messages import prompt_texts
-from jax_ppo.data.tokenizer import (
+from jax_ppo.data.chat_templates import (
     ChatTemplate,
-    Tokenizer,
-    certainly_exceeds,
-    encode_text,
     render_prompt,
     template_variables,
     validate_chat_template,
 )
+from jax_ppo.data.messages import prompt_texts
+from jax_ppo.data.tokenizer import Tokenizer, certainly_exceeds, encode_text
 from jax_ppo.errors import UserError, counted, shorten
 from jax_ppo.types import Example
 

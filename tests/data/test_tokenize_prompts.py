@@ -6,14 +6,14 @@ import signal
 import numpy as np
 import pytest
 
-from jax_ppo.data import prompts
+from jax_ppo.data import tokenize_prompts as prompt_lib
 from jax_ppo.data.prompt_batches import (
     PromptBatches,
     bucket_width,
     evaluation_batches,
     pad_token_rows,
 )
-from jax_ppo.data.prompts import PromptDataset, PromptEncoding, tokenize_prompts
+from jax_ppo.data.tokenize_prompts import PromptDataset, PromptEncoding, tokenize_prompts
 from jax_ppo.errors import UserError
 from jax_ppo.types import Example
 
@@ -239,12 +239,12 @@ def test_few_rows_do_not_fill_a_large_evaluation_batch():
     ("patience", "chunks_of_workers"), [(1e9, []), pytest.param(0.0, [3], marks=pytest.mark.slow)]
 )
 def test_workers_give_the_tokens_of_one_process(patience, chunks_of_workers, trained, monkeypatch):
-    monkeypatch.setattr(prompts, "_PATIENCE_SECONDS", patience)
-    monkeypatch.setattr(prompts, "_CHUNK", 3)
+    monkeypatch.setattr(prompt_lib, "_PATIENCE_SECONDS", patience)
+    monkeypatch.setattr(prompt_lib, "_CHUNK", 3)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    seen, in_workers = [], prompts._encode_in_workers
+    seen, in_workers = [], prompt_lib._encode_in_workers
     monkeypatch.setattr(
-        prompts,
+        prompt_lib,
         "_encode_in_workers",
         lambda chunks, *rest: seen.append(len(chunks)) or in_workers(chunks, *rest),
     )
@@ -279,15 +279,15 @@ class Deadly:
 
 @pytest.mark.slow
 def test_a_killed_worker_ends_the_work_in_one_line(monkeypatch):
-    monkeypatch.setattr(prompts, "_PATIENCE_SECONDS", 0.0)
-    monkeypatch.setattr(prompts, "_CHUNK", 1)
+    monkeypatch.setattr(prompt_lib, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(prompt_lib, "_CHUNK", 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     with pytest.raises(UserError, match="train_files: a worker process that tokenizes prompts was"):
         tokenize_prompts(examples("1", "2", "3"), Deadly(), PromptEncoding(20))
 
 
 def test_an_unusable_prompt_of_a_later_chunk_is_named_by_its_row(letters, monkeypatch):
-    monkeypatch.setattr(prompts, "_CHUNK", 2)
+    monkeypatch.setattr(prompt_lib, "_CHUNK", 2)
     with pytest.raises(UserError, match="train_files, example 4: the prompt is empty"):
         tokenize_prompts(examples("a", "b", "c", " "), letters, PromptEncoding(20))
 
