@@ -46,7 +46,6 @@ METHODS = {
         "actor.ppo_mini_batch_size": 128,
         "actor.optim.lr": 1e-3,
     },
-    "muon": {"actor.optim.optimizer": "muon", "critic.optim.optimizer": "muon"},
     "gae, lambda 1": {"algorithm.lam": 1.0},
     "gae, critic's lambda 1": {"algorithm.critic_lam": 1.0},
     "gae, lambda by length": {"algorithm.lam_length_alpha": 0.5, "algorithm.critic_lam": 1.0},
@@ -87,10 +86,7 @@ METHODS = {
     },
 }
 FAMILIES = {
-    "policy loss": (
-        *("vanilla, gae", "importance", "gspo", "gmpo", "cispo", "reinforce"),
-        "muon",
-    ),
+    "policy loss": (*("vanilla, gae", "importance", "gspo", "gmpo", "cispo", "reinforce"),),
     "with a critic": (
         "vanilla, gae",
         "gae, lambda 1",

@@ -357,12 +357,6 @@ class Model:
 class Optim:
     """The optimizer and its learning-rate schedule."""
 
-    optimizer: str = option("adamw",
-        "muon makes the steps of the layers' matrices orthogonal, at the same learning rate, and "
-        "leaves the rest to AdamW",
-        choices=("adamw", "muon"), fixed_on_resume=True,
-        rules=(OptionRule(lambda c: not c.has_adapters, "`model.lora` is not used",
-            "adapters are trained with AdamW; leave it unset, or train all parameters"),))
     lr: float = option(1e-6, "peak learning rate", above=0)
     lr_warmup_steps: int = option(0,
         "steps of linear warm-up, not counting steps that leave this model unchanged",
@@ -563,10 +557,6 @@ class Critic:
         above=0)
     router_aux_loss_coef: float = option(0.0, "as the actor's",
         at_least=0, rules=(HAS_OWN_CRITIC, SEQUENCES_ARE_WHOLE))
-    huber_delta: float | None = option(None,
-        "error beyond which the loss grows linearly, in units of reward (in standard deviations "
-        "with normalize_values); unset: never",
-        above=0, rules=(unread_unless(HAS_CRITIC),))
     normalize_values: bool = option(False,
         "train the critic on returns normalized by their running mean and deviation; "
         "cliprange_value then counts in standard deviations",

@@ -150,18 +150,14 @@ def value_loss(
     returns: Float[Array, " *shape"],
     mask: Shaped[Array, " *shape"],
     clip: float | None,
-    huber_delta: float | None = None,
 ) -> ValueLoss:
     """Compute the squared error of the critic per token, clipped as in OpenAI's baselines (ppo2).
 
-        loss = max(h(V - G), h(clip(V, V_old - clip, V_old + clip) - G)),  h(e) = e^2 / 2
-        with huber_delta (Huber 1964):  h(e) = delta (|e| - delta / 2) where |e| > delta
+        loss = max((V - G)^2, (clip(V, V_old - clip, V_old + clip) - G)^2) / 2
 
     The clip is not in the paper. A value that has moved more than `clip` from V_old towards the
-    return gets no gradient. With clip = None the loss is h(V - G), whatever old_values hold. With
-    the square, V tends to the mean of the returns. With Huber's loss, whose gradient is the error
-    truncated at +-delta, it tends to a number between their mean and their median: biased where
-    returns are skewed.
+    return gets no gradient. With clip = None the loss is (V - G)^2 / 2, whatever old_values hold,
+    and V tends to the mean of the returns.
 
     Args:
       values: V, from the critic being trained, the only input meant to receive a gradient.
@@ -169,33 +165,22 @@ def value_loss(
       returns: G, raw advantages + V_old.
       mask: 1 on the tokens that the loss counts, in any pattern.
       clip: > 0, in units of reward, or None.
-      huber_delta: > 0, in units of reward, or None for the square everywhere.
     """
     assert_one_shape(values=values, old_values=old_values, returns=returns, mask=mask)
     values = zero_outside(values, mask)
     old_values = zero_outside(old_values, mask)
     returns = zero_outside(returns, mask)
-    unclipped_loss = _half_squared_error(values - returns, huber_delta)
+    unclipped_loss = 0.5 * jnp.square(values - returns)
     if clip is None:
         return ValueLoss(loss=unclipped_loss, clipped=jnp.zeros_like(unclipped_loss))
     # Not V_old + clip(V - V_old), which rounds: inside the range the clipped value must be exactly
     # V, or tokens there would be flagged as clipped.
-    clipped_loss = _half_squared_error(
-        jnp.clip(values, old_values - clip, old_values + clip) - returns, huber_delta
-    )
+    clipped_values = jnp.clip(values, old_values - clip, old_values + clip)
+    clipped_loss = 0.5 * jnp.square(clipped_values - returns)
     clipped = clipped_loss > unclipped_loss
     return ValueLoss(
         loss=jnp.maximum(unclipped_loss, clipped_loss), clipped=clipped.astype(jnp.float32)
     )
-
-
-def _half_squared_error(error: jax.Array, huber_delta: float | None) -> jax.Array:
-    """Return error^2 / 2, continued as a straight line where |error| > huber_delta."""
-    if huber_delta is None:
-        return 0.5 * jnp.square(error)
-    # Inside +-delta this is error^2 / 2, outside delta (|error| - delta / 2).
-    clipped_error = jnp.clip(error, -huber_delta, huber_delta)
-    return clipped_error * (error - 0.5 * clipped_error)
 
 
 def loss_weights(

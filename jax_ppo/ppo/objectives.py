@@ -489,7 +489,6 @@ def weighted_value_loss(
         returns=returns,
         mask=rows.mask,
         clip=options.cliprange_value or None,
-        huber_delta=options.huber_delta,
     )
     loss = options.value_loss_coef * jnp.sum(weights.loss * value.loss)
     return loss, {

@@ -64,7 +64,6 @@ ENCODER_RULES: Rules = (
     (r"(conv|pooler|score)/bias", P()),
     (r"(layers/)?\w+_norm/(scale|bias)", P()),
     (r"count", P()),  # the optimizer's step count
-    (r"ns_coeffs", P()),  # Muon's constants
 )
 TRAIN_RULES: Rules = tuple(
     (pattern, P("stage", *spec[1:]) if pattern.startswith("layers/") else spec)

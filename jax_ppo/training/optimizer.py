@@ -1,6 +1,6 @@
-"""AdamW, Muon, learning rate schedules, and the optimizer step that skips non-finite gradients."""
+"""AdamW, learning rate schedules, and the optimizer step that skips non-finite gradients."""
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,73 +14,39 @@ from jax_ppo.types import Params
 
 T = TypeVar("T")  # a pytree
 
-# Muon's momentum (Jordan et al. 2024), and the root mean square of its steps, about AdamW's: both
-# take the same learning rate (Liu et al. 2025, arXiv 2502.16982, section 2.2).
-MUON_MOMENTUM = 0.95
-MUON_STEP_SIZE = 0.2
 DECAYED_LEAVES = ("kernel", "embedding", "lora_a", "lora_b")  # matrices: no norms, no biases
 
 
 def make_optimizer(options: Optim, grad_clip: float) -> optax.GradientTransformation:
-    """Return AdamW or Muon after clipping by global norm, without the learning rate.
+    """Return AdamW after clipping by global norm, without the learning rate.
 
-    AdamW follows Loshchilov & Hutter (2019, arXiv 1711.05101). Muon (Jordan et al. 2024,
-    https://kellerjordan.github.io/posts/muon) makes each matrix of the layers orthogonal by five
-    Newton-Schulz iterations on its momentum, and leaves embeddings, heads, routers and vectors to
-    AdamW. `descend` applies the rate, and stores moments that are bfloat16 by stochastic rounding.
-    Weight decay applies to matrices only.
+    Loshchilov & Hutter 2019, arXiv 1711.05101. Weight decay applies to matrices only. `descend`
+    applies the rate, and stores moments that are bfloat16 by stochastic rounding.
     """
-    scale = optax.scale_by_adam(b1=options.beta1, b2=options.beta2, eps=options.eps)
-    if options.optimizer == "muon":
-        scale = optax.partition({"adamw": scale, "muon": _scale_by_muon()}, _optimizer_names)
+
+    def is_matrix(params: Params) -> Params:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: path[-1].key in DECAYED_LEAVES, params
+        )
+
     transform = optax.chain(
         # Clipping comes first, so that Adam's moments never see a longer gradient.
         optax.clip_by_global_norm(grad_clip),
-        scale,
+        optax.scale_by_adam(b1=options.beta1, b2=options.beta2, eps=options.eps),
         # Decay follows Adam: it is decoupled from the moments, as in AdamW.
-        optax.add_decayed_weights(options.weight_decay, mask=_is_matrix),
+        optax.add_decayed_weights(options.weight_decay, mask=is_matrix),
     )
 
     def init(params: Params) -> optax.OptState:
-        # optax has an option for the type of the first moment only.
-        def cast(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-            # Neither the number of steps nor the constants of Newton-Schulz are moments.
-            is_constant = getattr(path[-1], "name", "") == "ns_coeffs"
-            if is_constant or not jnp.issubdtype(x.dtype, jnp.floating):
-                return x
-            return x.astype(options.moments_dtype)
-
-        return jax.tree_util.tree_map_with_path(cast, transform.init(params))
+        # optax has an option for the type of the first moment only; the count is an integer.
+        return jax.tree.map(
+            lambda x: (
+                x.astype(options.moments_dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+            ),
+            transform.init(params),
+        )
 
     return optax.GradientTransformation(init, transform.update)
-
-
-def _scale_by_muon() -> optax.GradientTransformation:
-    """Return Muon for matrices [..., in, out]; the axes in front of these are a batch."""
-
-    def matrices(updates: Params) -> Params:
-        numbers = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
-        return jax.tree.map(lambda _: numbers, updates)
-
-    def scale_to_adamw(updates: Params, params: Params | None = None) -> Params:
-        # An orthogonal matrix has a root mean square of 1 / sqrt(its longer side).
-        return jax.tree.map(lambda u: MUON_STEP_SIZE * max(u.shape[-2:]) ** 0.5 * u, updates)
-
-    return optax.chain(
-        optax.contrib.scale_by_muon(beta=MUON_MOMENTUM, weight_dimension_numbers=matrices),
-        optax.stateless(scale_to_adamw),
-    )
-
-
-def _optimizer_names(params: Params) -> Params:
-    """Return a tree of names: "muon" for the matrices of layers, "adamw" for everything else."""
-
-    def name(path: tuple[Any, ...], _: jax.Array) -> str:
-        keys = [part.key for part in path]
-        is_matrix = keys[0] == "layers" and keys[-1] == "kernel" and "router" not in keys
-        return "muon" if is_matrix else "adamw"
-
-    return jax.tree_util.tree_map_with_path(name, params)
 
 
 def rounding_seed(options: Optim, seed: int) -> int:
@@ -102,15 +68,9 @@ def rounding_keys(
     `stream` numbers what is trained; `opt_state` is the state before the step.
     """
     stream_key = jax.random.fold_in(jax.random.key(seed), stream)
-    # With two optimizers, each counts the same steps.
-    (_, count), *_ = optax.tree.get_all_with_path(opt_state, "count")
+    count = optax.tree.get(opt_state, "count")
     stored_key, sum_key = jax.random.split(jax.random.fold_in(stream_key, count))
     return stored_key, sum_key
-
-
-def _is_matrix(params: Params) -> Params:
-    """Return a tree of booleans: which parameters weight decay applies to."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key in DECAYED_LEAVES, params)
 
 
 def learning_rate(options: Optim, step: int | jax.Array, total_steps: int) -> jax.Array:

@@ -1423,17 +1423,6 @@ UPDATES = [
         new="False",
     ),
     Exhibit(
-        name="muon_trains_the_heads",
-        source="DeepSpeed#7641: Muon was applied to the embedding and to lm_head",
-        test=(
-            "tests/training/test_optimizer.py::"
-            "test_muon_takes_orthogonal_steps_in_matrices_and_adamws_elsewhere"
-        ),
-        where="_optimizer_names",
-        old="keys[0] == 'layers'",
-        new="True",
-    ),
-    Exhibit(
         name="the_first_learning_rate_is_zero",
         source=(
             "verl#3674, torchtune#2010, bert#1293: the warm-up starts with a step that changes "
@@ -1448,7 +1437,7 @@ UPDATES = [
         name="weight_decay_applies_to_norms",
         source="transformers#35927, Fast-LLM#542: the scales of RMSNorm were decayed",
         test=f"{TEST_UPDATE}::test_weight_decay_leaves_norms_alone",
-        where="_is_matrix",
+        where="make_optimizer",
         old="path[-1].key in DECAYED_LEAVES",
         new="path[-1].key != 'bias'",
     ),
@@ -1459,11 +1448,13 @@ UPDATES = [
         where="make_optimizer",
         old=(
             "optax.chain(optax.clip_by_global_norm(grad_clip), "
-            "scale, optax.add_decayed_weights(options.weight_decay, mask=_is_matrix))"
+            "optax.scale_by_adam(b1=options.beta1, b2=options.beta2, eps=options.eps), "
+            "optax.add_decayed_weights(options.weight_decay, mask=is_matrix))"
         ),
         new=(
             "optax.chain(optax.clip_by_global_norm(grad_clip), "
-            "optax.add_decayed_weights(options.weight_decay, mask=_is_matrix), scale)"
+            "optax.add_decayed_weights(options.weight_decay, mask=is_matrix), "
+            "optax.scale_by_adam(b1=options.beta1, b2=options.beta2, eps=options.eps))"
         ),
     ),
     Exhibit(

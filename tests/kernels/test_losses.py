@@ -96,26 +96,6 @@ def test_value_loss_by_hand():
     np.testing.assert_array_equal(plain.clipped, np.zeros(4))
 
 
-def test_hubers_loss_by_hand():
-    # Return 1 and delta 0.5.
-    #   V = 0.6: inside, 0.4^2 / 2 = 0.08, and the slope is the error, -0.4.
-    #   V = 3: 0.5 (2 - 0.25) = 0.875, slope 0.5.
-    #   V = -1: the same, slope -0.5.
-    values, returns = jnp.array([0.6, 3.0, -1.0]), jnp.ones(3)
-    total = lambda v, *clip: value_loss(v, jnp.zeros(3), returns, jnp.ones(3), *clip, 0.5).loss  # noqa: E731
-    np.testing.assert_allclose(total(values, None), [0.08, 0.875, 0.875], rtol=1e-6)
-    np.testing.assert_allclose(
-        jax.grad(lambda v: total(v, None).sum())(values), [-0.4, 0.5, -0.5], rtol=1e-6
-    )
-    # Clipped to 0.2 around 0: V = 0.2 for the first two, both with 0.5 (0.8 - 0.25) = 0.275. The
-    # first takes that loss, without a slope; the second has a larger loss unclipped and keeps its
-    # slope, as does the third.
-    np.testing.assert_allclose(total(values, 0.2), [0.275, 0.875, 0.875], rtol=1e-6)
-    np.testing.assert_allclose(
-        jax.grad(lambda v: total(v, 0.2).sum())(values), [0, 0.5, -0.5], rtol=1e-6
-    )
-
-
 def test_a_value_inside_the_range_is_not_flagged(rng):
     """old + clip(V - old) rounds if they are far apart, which would flag tokens inside."""
     values, returns = rng.normal(0, 0.1, (2, 500)).astype(np.float32)

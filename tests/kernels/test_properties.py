@@ -231,30 +231,17 @@ def test_policy_losses(name, mask, now, old, advantages_BxT, low, high, dual):
 
 
 @quick
-@given(
-    masks, tokens(eighths), tokens(eighths), tokens(eighths), st.floats(0.1, 10), st.floats(0.1, 10)
-)
-def test_value_loss(mask, values, old, returns, clip, delta):
-    of = {
-        case: value_loss(*poisoned(mask, values, old, returns), mask, *case)
-        for case in ((None, None), (clip, None), (None, delta), (clip, delta))
-    }
-    for (gradient,), result in of.values():
-        assert (
-            np.isfinite(gradient).all()
-            and np.isfinite(result.loss).all()
-            and (result.loss >= 0).all()
-        )
+@given(masks, tokens(eighths), tokens(eighths), tokens(eighths), st.floats(0.1, 10))
+def test_value_loss(mask, values, old, returns, clip):
+    plain, clipped = (
+        value_loss(*poisoned(mask, values, old, returns), mask, bound) for bound in (None, clip)
+    )
+    for (gradient,), result in (plain, clipped):
+        assert np.isfinite(gradient).all() and np.isfinite(result.loss).all()
+        assert (result.loss >= 0).all()
         assert not gradient[mask == 0].any() and not result.loss[mask == 0].any()
         assert not gradient[result.clipped == 1].any()
-    for clipping in (
-        clip,
-        None,
-    ):  # Huber's loss lies under the square, and its slope within +-delta
-        assert (of[clipping, delta][1].loss <= of[clipping, None][1].loss * (1 + 1e-5)).all()
-        assert (np.abs(of[clipping, delta][0][0]) <= delta * (1 + 1e-5)).all()
-    for huber in (delta, None):
-        assert (of[clip, huber][1].loss >= of[None, huber][1].loss).all()
+    assert (clipped[1].loss >= plain[1].loss).all()
 
 
 @pytest.mark.parametrize("kind", KL)

@@ -757,7 +757,6 @@ OTHER_LOSSES = dict(
     actor__kl_loss_type="full",
     actor__kl_loss_coef=0.1,
     actor__loss_agg_mode="seq-mean-token-sum-norm",
-    critic__huber_delta=0.1,
 )
 
 
