@@ -156,8 +156,8 @@ class Control:
     """The values, apart from parameters, that carry over from one step to the next."""
 
     kl_coef: Float32[Array, ""]  # coefficient of the KL penalty in the coming step
-    # `kernels.moments.Moments` under "rewards" if scores are normalized, and under "returns" if the
-    # critic learns normalized values.
+    # `masked_statistics.Moments` under "rewards" if scores are normalized, and under "returns" if
+    # the critic learns normalized values.
     moments: dict[str, Any]
 
 

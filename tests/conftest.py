@@ -61,7 +61,7 @@ SMOKE = (
     "data/test_tokenize_prompts.py",
     "kernels/test_action_mask.py",
     "kernels/test_advantages.py",
-    "kernels/test_shaping.py",
+    "ppo/test_reward_shaping.py",
     "ppo/test_update.py::test_first_mini_batch_has_ratio_one_and_kl_zero[0.6]",
     "rewards/test_number_rules.py",
     "sampler/test_generate.py::test_the_contract",

@@ -9,7 +9,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jax_ppo.kernels.platform import target_platform
-from jax_ppo.kernels.softcap import softcap, softcap_slope
 
 # Bytes of float32 logits per chunk. On CPU they should stay in the cache. Elsewhere a chunk must be
 # long enough that reading and writing the sum of the unembedding gradient once per chunk costs less
@@ -127,6 +126,23 @@ def drop_ids(logits: Float32[Array, "... V"], num_ids: int | None) -> Float32[Ar
     if num_ids is None:
         return logits
     return jnp.where(jnp.arange(logits.shape[-1]) < num_ids, logits, DROPPED)
+
+
+def softcap(x: Float[Array, " *shape"], cap: float | None) -> Float[Array, " *shape"]:
+    """Return cap tanh(x / cap), in (-cap, cap), elementwise; x itself if `cap` is None.
+
+    Gemma 2 (Gemma Team 2024, section 2) bounds logits by it smoothly.
+    """
+    if cap is None:
+        return x
+    return cap * jnp.tanh(x / cap)
+
+
+def softcap_slope(y: Float[Array, " *shape"], cap: float | None) -> Float[Array, " *shape"] | float:
+    """Return dy / dx at the x for which y = softcap(x, cap): 1 - (y / cap)^2, in [0, 1]."""
+    if cap is None:
+        return 1.0
+    return 1 - (y / cap) ** 2
 
 
 def hidden_and_weight_grad(

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_ppo.kernels import softcap as kernel
+from jax_ppo.kernels import vocabulary_chunks
 from jax_ppo.models.attention_programs import SPLASH_BLOCKS
 from jax_ppo.runtime.compat import no_gradients_of_masks
 from jax_ppo.runtime.parallelism.heads import split_heads
@@ -166,7 +166,7 @@ def attend_block_of_queries(
     if softcap is not None:
         # float32 has these bits: nothing is rounded. Without it, a CPU's compiler fuses the cap and
         # the softmax in programs without gradients alone, and computes other logits there.
-        logits = jax.lax.reduce_precision(kernel.softcap(logits, softcap), 8, 23)
+        logits = jax.lax.reduce_precision(vocabulary_chunks.softcap(logits, softcap), 8, 23)
     logits = logits.reshape(B, K, -1, Q, S)
     # Added, not selected: the gradient of a sum needs no mask.
     logits += jnp.where(visible, 0.0, MASKED_LOGIT)[:, None, None]

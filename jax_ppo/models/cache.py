@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jax_ppo.kernels import softcap as kernel
+from jax_ppo.kernels import vocabulary_chunks
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.attention import MASKED_LOGIT, cudnn_products, softmax_with_sinks
 from jax_ppo.runtime.parallelism.heads import split_heads
@@ -318,7 +318,7 @@ def cache_logits(
     logits = jnp.einsum(
         f"bkgd,{keys_axes}->bkgs", q_BxKxGxd, keys, preferred_element_type=jnp.float32
     )
-    logits = kernel.softcap(logits, softcap)
+    logits = vocabulary_chunks.softcap(logits, softcap)
     return jnp.where(readable_BxS[:, None, None], logits, MASKED_LOGIT)
 
 

@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_ppo.kernels.softcap import softcap
-from jax_ppo.kernels.vocabulary_chunks import drop_ids
+from jax_ppo.kernels.vocabulary_chunks import drop_ids, softcap
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.types import Params

@@ -23,10 +23,21 @@ from jaxtyping import Array, Float32
 from jax_ppo.config import plugins
 from jax_ppo.config.schema import Algorithm
 from jax_ppo.errors import UserError
-from jax_ppo.kernels import masked_statistics as masked
-from jax_ppo.kernels import moments as running_moments
 from jax_ppo.kernels.advantages import equalize_groups, length_adaptive_lam
-from jax_ppo.kernels.moments import Moments
+from jax_ppo.kernels.masked_statistics import (
+    Moments,
+    explained_variance,
+    is_constant,
+    masked_max,
+    masked_mean,
+    masked_sum,
+    masked_variance,
+    moments_std,
+    normalize_by_moments,
+    update_moments,
+    whiten,
+    zero_outside,
+)
 from jax_ppo.ppo.forward_passes import ForwardOutputs
 from jax_ppo.ppo.reward_shaping import Estimates, ExperienceOptions, Mask, Masks, Tokens
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS, inputs_named
@@ -57,8 +68,8 @@ def estimate_advantages(
         )
         raw = Estimates(advantages, returns=None)
     metrics |= {
-        "advantages/mean": masked.masked_mean(raw.advantages, masks.loss),
-        "advantages/std": jnp.sqrt(masked.masked_variance(raw.advantages, masks.loss)),
+        "advantages/mean": masked_mean(raw.advantages, masks.loss),
+        "advantages/std": jnp.sqrt(masked_variance(raw.advantages, masks.loss)),
     }
     # Raw advantages have given the critic's targets; only now are they whitened.
     estimates = whiten_advantages(options, raw, masks)
@@ -87,7 +98,7 @@ def critic_values(
     if options.normalizes_values:
         assert moments is not None, "normalized values need the moments of returns"
         mean = moments.mean
-        std = running_moments.moments_std(moments)
+        std = moments_std(moments)
         values = mean + std * values
         final_values = mean + std * final_values
     return values, jnp.where(sequences.truncated & bootstraps, final_values, 0.0)
@@ -134,7 +145,7 @@ def generalized_advantages(
         # Decoupled GAE: the critic's targets with another lambda.
         _, returns = gae(critic_lams)
     terms = jnp.maximum(jnp.abs(token_rewards), jnp.abs(values))
-    return Estimates(advantages, returns, masked.masked_max(terms, masks.actions))
+    return Estimates(advantages, returns, masked_max(terms, masks.actions))
 
 
 def learned_values(masks: Masks) -> Mask:
@@ -144,19 +155,19 @@ def learned_values(masks: Masks) -> Mask:
 
 def critic_metrics(values: Tokens, returns: Tokens, loss_mask: Mask) -> Metrics:
     """Return metrics of returns and values, in units of reward."""
-    means_B = masked.masked_mean(values, loss_mask, axis=1)
-    within = masked.masked_mean(jnp.square(values - means_B[:, None]), loss_mask)
-    variance = masked.masked_variance(values, loss_mask)
+    means_B = masked_mean(values, loss_mask, axis=1)
+    within = masked_mean(jnp.square(values - means_B[:, None]), loss_mask)
+    variance = masked_variance(values, loss_mask)
     share_within = within / jnp.where(variance > 0, variance, 1.0)
     return {
-        "critic/returns_mean": masked.masked_mean(returns, loss_mask),
-        "critic/returns_std": jnp.sqrt(masked.masked_variance(returns, loss_mask)),
-        "critic/values_mean": masked.masked_mean(values, loss_mask),
+        "critic/returns_mean": masked_mean(returns, loss_mask),
+        "critic/returns_std": jnp.sqrt(masked_variance(returns, loss_mask)),
+        "critic/values_mean": masked_mean(values, loss_mask),
         "critic/values_std": jnp.sqrt(variance),
         "critic/values_within_responses": jnp.where(
-            masked.is_constant(values, loss_mask), 0.0, share_within
+            is_constant(values, loss_mask), 0.0, share_within
         ),
-        "critic/explained_variance": masked.explained_variance(values, returns, loss_mask),
+        "critic/explained_variance": explained_variance(values, returns, loss_mask),
     }
 
 
@@ -212,10 +223,10 @@ def critic_free_advantages(
         result = map_responses(function, of_response, arguments)
     else:
         scores_B, sizes_B = (
-            masked.masked_sum(x, actions, axis=1) for x in (token_rewards, jnp.abs(token_rewards))
+            masked_sum(x, actions, axis=1) for x in (token_rewards, jnp.abs(token_rewards))
         )
         inputs = {
-            "rewards": masked.zero_outside(token_rewards, actions),
+            "rewards": zero_outside(token_rewards, actions),
             "mask": actions,
             "scores_B": equalize_groups(scores_B, sizes_B, n),
             "n": n,
@@ -248,7 +259,7 @@ def whiten_advantages(options: ExperienceOptions, estimates: Estimates, masks: M
     """Whiten advantages over the tokens of the whole rollout that count, if configured."""
     if not options.whitens_advantages:
         return estimates
-    whitened = masked.whiten(estimates.advantages, masks.loss, size=estimates.size)
+    whitened = whiten(estimates.advantages, masks.loss, size=estimates.size)
     return estimates._replace(advantages=whitened)
 
 
@@ -262,7 +273,7 @@ def normalize_returns(
     assert estimates.returns is not None, "only a critic has returns to normalize"
     # Moments that already include these returns: the first step has no others.
     returns, size = estimates.returns, estimates.size
-    updated = running_moments.update_moments(moments, returns, learned_values(masks), size)
-    normalized = running_moments.normalize_by_moments(returns, updated, size)
+    updated = update_moments(moments, returns, learned_values(masks), size)
+    normalized = normalize_by_moments(returns, updated, size)
     learned = masks.actions if masks.values is None else masks.values
-    return estimates._replace(returns=masked.zero_outside(normalized, learned)), updated
+    return estimates._replace(returns=zero_outside(normalized, learned)), updated

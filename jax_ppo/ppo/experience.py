@@ -12,8 +12,15 @@ from jaxtyping import Array, Float32
 
 from jax_ppo.config.schema import Algorithm, KLControl
 from jax_ppo.kernels import importance
-from jax_ppo.kernels import masked_statistics as masked
-from jax_ppo.kernels.moments import Moments, update_moments
+from jax_ppo.kernels.masked_statistics import (
+    Moments,
+    masked_mean,
+    masked_sum,
+    starts_of_turns,
+    update_moments,
+    whiten,
+    zero_outside,
+)
 from jax_ppo.ppo import advantages, reward_shaping
 from jax_ppo.ppo.forward_passes import ForwardOutputs
 from jax_ppo.ppo.reward_shaping import ExperienceOptions, Mask, Masks, Tokens
@@ -59,7 +66,7 @@ def estimate_experience(
         algorithm, control.kl_coef, token_rewards, kl_tokens, masks.actions
     )
     if algorithm.whiten_rewards:
-        token_rewards = masked.whiten(token_rewards, masks.actions, shift_mean=False)
+        token_rewards = whiten(token_rewards, masks.actions, shift_mean=False)
     estimates, return_moments, advantage_metrics = advantages.estimate_advantages(
         options,
         token_rewards,
@@ -79,7 +86,7 @@ def estimate_experience(
         old_logprobs=old_logprobs,
         ref_logprobs=outputs.ref_logprobs,
         values=outputs.values,
-        rewards=masked.zero_outside(token_rewards, masks.actions),
+        rewards=zero_outside(token_rewards, masks.actions),
         advantages=estimates.advantages,
         returns=estimates.returns,
         value_mask=masks.values,
@@ -105,7 +112,7 @@ def select_tokens(algorithm: Algorithm, sequences: Sequences) -> Masks:
     loss = actions & samples[:, None]
     starts = sequences.turn_starts
     if starts is None:
-        starts = masked.starts_of_turns(actions)
+        starts = starts_of_turns(actions)
     values_turns = ADVANTAGE_ESTIMATORS.lookup(algorithm.adv_estimator).values_turns
     return Masks(
         actions=actions,
@@ -148,8 +155,8 @@ def weight_by_importance(
     # A weight at a bound was truncated to it; one of 0 was masked.
     is_cut = ((weights >= upper) | (weights <= lower)).astype(jnp.float32)
     return weights, metrics | {
-        "rollout/importance_mean": masked.masked_mean(weights, masks.actions),
-        "rollout/importance_cut_share": masked.masked_mean(is_cut, masks.actions),
+        "rollout/importance_mean": masked_mean(weights, masks.actions),
+        "rollout/importance_cut_share": masked_mean(is_cut, masks.actions),
         "rollout/effective_sample_size": importance.effective_sample_size(weights, masks.actions),
     }
 
@@ -165,9 +172,9 @@ def next_control(
     samples = len(actions)
     # The target is per token or per response, so the measured KL is averaged the same way.
     if options.target_unit == "token":
-        current = masked.masked_mean(kl_tokens, actions)
+        current = masked_mean(kl_tokens, actions)
     else:
-        current = masked.masked_sum(kl_tokens, actions) / samples
+        current = masked_sum(kl_tokens, actions) / samples
     return Control(
         kl_coef=KL_CONTROLLERS[options.type].function(options, kl_coef, current, samples),
         moments={name: value for name, value in moments.items() if value is not None},

@@ -10,14 +10,19 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32, Shaped
 
 from jax_ppo.config import plugins
 from jax_ppo.config.schema import Algorithm, Config, Reward, Teacher
 from jax_ppo.errors import UserError
-from jax_ppo.kernels import kl, shaping
-from jax_ppo.kernels import masked_statistics as masked
-from jax_ppo.kernels.moments import Moments
+from jax_ppo.kernels import kl
+from jax_ppo.kernels.masked_statistics import (
+    Moments,
+    masked_mean,
+    masked_sum,
+    moments_std,
+    normalize_by_moments,
+)
 from jax_ppo.ppo.forward_passes import ForwardOutputs
 from jax_ppo.registries import KL_CONTROLLERS, KL_ESTIMATORS
 from jax_ppo.training.learner import Metrics
@@ -121,18 +126,59 @@ def shape_scores(
     reward = options.reward
     if moments is not None:
         # Normalize before clipping: the clip then counts standard deviations.
-        rewards_B = shaping.normalize_scores(rewards_B, moments, reward.normalize_shift)
+        rewards_B = normalize_scores(rewards_B, moments, reward.normalize_shift)
     if reward.clip is not None:
         rewards_B = jnp.clip(rewards_B, -reward.clip, reward.clip)
     if reward.overlong_buffer_len:
         # Penalties come after normalization, which would change their size relative to a score.
-        rewards_B += shaping.soft_overlong_penalty(
+        rewards_B += soft_overlong_penalty(
             lengths_B,
             options.max_response_length,
             reward.overlong_buffer_len,
             reward.overlong_penalty_factor,
         )
     return rewards_B - reward.missing_eos_penalty * truncated_B - reward.length_penalty * lengths_B
+
+
+def soft_overlong_penalty(
+    lengths_B: Int32[Array, " B"], longest: int, buffer: int, factor: float
+) -> Float32[Array, " B"]:
+    """Return the amount to add to the score of a long response, in [-factor, 0].
+
+        0                                               length <= longest - buffer
+        -factor (length - (longest - buffer)) / buffer  in between
+        -factor                                         length >= longest
+
+    DAPO (Yu et al. 2025, arXiv 2503.14476, eq. 13), times `factor`. It changes the objective on
+    purpose: of two responses of equal score, the shorter is better once the longer ends within
+    the buffer of 1 to `longest` tokens.
+    """
+    assert 0 < buffer <= longest, (
+        f"a buffer of {buffer} tokens does not fit a response of {longest}"
+    )
+    over = lengths_B.astype(jnp.float32) - (longest - buffer)
+    return -factor * jnp.clip(over / buffer, 0.0, 1.0)
+
+
+def normalize_scores(
+    scores_B: Shaped[Array, " B"], moments: Moments, shift: bool
+) -> Float32[Array, " B"]:
+    """Return (s - mean) / std, or s / std without `shift`, by the moments of other scores.
+
+    Dividing never changes which of two scores is better. It changes what a nat of KL or a token
+    of length penalty costs relative to them: their coefficients then count standard deviations.
+
+    The shift adds one constant to every score. Where gamma = 1 and every response ends with such
+    a score, that is a baseline and moves no optimum. It moves the optimum where the constant does
+    not reach all responses equally: at gamma < 1, where a response below the mean gains by ending
+    late and one above it by ending early; and if fixed rewards replace some scores (a penalty for
+    a missing end, 0 for a response that is left out). Without shift 0 stays 0.
+
+    With running moments either form drifts: equal scores become different rewards later in the
+    run, which the critic has to follow.
+    """
+    scores_B = scores_B.astype(jnp.float32)
+    return normalize_by_moments(scores_B, moments) if shift else scores_B / moments_std(moments)
 
 
 def last_actions(mask_BxT: Mask) -> Mask:
@@ -176,7 +222,7 @@ def add_teacher_rewards(
     if outputs.teacher_logprobs is None:
         return token_rewards, {}
     kl_tokens = kl.kl_estimate(old_logprobs, outputs.teacher_logprobs, actions, kl.k1)
-    metrics = {"teacher/kl": masked.masked_mean(kl_tokens, actions)}
+    metrics = {"teacher/kl": masked_mean(kl_tokens, actions)}
     return token_rewards - options.reward_coef * kl_tokens, metrics
 
 
@@ -209,14 +255,14 @@ def add_kl_penalty(
     if algorithm.use_kl_in_reward:
         token_rewards -= kl_coef * kl_tokens
     metrics = {
-        "reward/shaped_mean": masked.masked_sum(token_rewards, actions) / len(actions),
-        "kl/reference": masked.masked_mean(kl_tokens, actions),
+        "reward/shaped_mean": masked_sum(token_rewards, actions) / len(actions),
+        "kl/reference": masked_mean(kl_tokens, actions),
         "kl/coefficient": kl_coef,
     }
     # What the adaptive controller compares with its target.
     control = algorithm.kl_ctrl
     if KL_CONTROLLERS[control.type].adapts and control.target_unit == "sequence":
-        metrics["kl/reference_per_response"] = masked.masked_sum(kl_tokens, actions) / len(actions)
+        metrics["kl/reference_per_response"] = masked_sum(kl_tokens, actions) / len(actions)
     return token_rewards, metrics
 
 

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ppo.data.prompt_batches import PromptBatch
-from jax_ppo.kernels.masked_statistics import ROUNDING
-from jax_ppo.kernels.moments import moments_std
+from jax_ppo.kernels.masked_statistics import ROUNDING, moments_std
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.rewarding import RuleRewards
 from jax_ppo.run.parts import PPORun

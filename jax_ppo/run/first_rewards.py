@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ppo.errors import UserError
-from jax_ppo.kernels.moments import Moments, moments_std, update_moments
+from jax_ppo.kernels.masked_statistics import Moments, moments_std, update_moments
 from jax_ppo.reporting import console
 from jax_ppo.run.evaluation import response_rewards
 from jax_ppo.run.parts import PPORun

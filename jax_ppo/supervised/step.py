@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Supervised
-from jax_ppo.kernels import preferences
+from jax_ppo.kernels.losses import bradley_terry, centering_penalty
 from jax_ppo.models.heads import compute_scalars, param_shapes
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import sharding
@@ -99,8 +99,8 @@ def _sum_preferences(
     # Only the pairs in these rows count: the tokens at which they are scored are here.
     has_end = forward.write_values_at(jnp.ones_like(scores_RxL), rows, positions_B, zeros) > 0
     is_in_rows = has_end[: len(chosen)]
-    centering = preferences.centering_penalty(chosen, rejected)
-    losses = preferences.bradley_terry(chosen, rejected) + options.center_coef * centering
+    centering = centering_penalty(chosen, rejected)
+    losses = bradley_terry(chosen, rejected) + options.center_coef * centering
     values = {
         "loss": losses,
         "accuracy": (jnp.sign(chosen - rejected) + 1) / 2,
@@ -117,7 +117,7 @@ LANGUAGE = SupervisedObjective(
     sums=_sum_negative_log_likelihood,
     names=("loss",),
 )
-# The mean of kernels.preferences.bradley_terry over pairs. `accuracy` is the share of pairs whose
+# The mean of kernels.losses.bradley_terry over pairs. `accuracy` is the share of pairs whose
 # chosen response has the higher score; equal scores count half.
 PREFERENCE = SupervisedObjective(
     head="scalar",

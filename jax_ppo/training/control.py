@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from jax_ppo.config.schema import Critic, KLControl, Reward
 from jax_ppo.errors import UserError
-from jax_ppo.kernels import kl, moments
+from jax_ppo.kernels import kl
+from jax_ppo.kernels.masked_statistics import Moments, empty_moments
 from jax_ppo.models.hf.fields import ConfigReader
 from jax_ppo.models.hf.json_files import read_json_object
 from jax_ppo.models.hf.save import VALUE_UNIT
@@ -18,7 +19,7 @@ from jax_ppo.types import Control
 
 
 def first_control(
-    kl_options: KLControl, reward: Reward, critic: Critic, returns: moments.Moments | None = None
+    kl_options: KLControl, reward: Reward, critic: Critic, returns: Moments | None = None
 ) -> Control:
     """Return the `Control` of step 0: the first KL coefficient, and running moments.
 
@@ -28,13 +29,13 @@ def first_control(
     # Only configured moments exist, so that other runs carry and save none.
     tracked_moments = {}
     if reward.normalize != "none":
-        tracked_moments["rewards"] = moments.empty_moments()
+        tracked_moments["rewards"] = empty_moments()
     if critic.normalize_values:
-        tracked_moments["returns"] = returns or moments.empty_moments()
+        tracked_moments["returns"] = returns or empty_moments()
     return Control(kl_coef=jnp.float32(kl_options.kl_coef), moments=tracked_moments)
 
 
-def read_value_unit(critic: Critic, folder: Path) -> moments.Moments | None:
+def read_value_unit(critic: Critic, folder: Path) -> Moments | None:
     """Return the moments by which the values of the critic in a folder are normalized, if any.
 
     Raise `UserError` if `critic.normalize_values` would read its values in another unit.
@@ -51,8 +52,8 @@ def read_value_unit(critic: Critic, folder: Path) -> moments.Moments | None:
     if not critic.normalize_values:
         raise UserError(f"{setting}{folder} predicts normalized returns; set it to True")
     reader = ConfigReader(read_json_object(path), where=f"{path}: ")
-    numbers = (reader.number(name, above=-math.inf) for name in moments.Moments._fields)
-    return moments.Moments(*map(jnp.float32, numbers))
+    numbers = (reader.number(name, above=-math.inf) for name in Moments._fields)
+    return Moments(*map(jnp.float32, numbers))
 
 
 def resumed_control(kl_options: KLControl, saved: Control) -> Control:

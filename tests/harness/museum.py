@@ -931,7 +931,7 @@ REWARD_AND_KL = [
         source="rlhf-book#216: approx_kl.mean() over padding, and the KL of padding in the returns",
         test=f"{TEST_EXPERIENCE}::test_the_whole_kl_is_taken_where_it_is_given",
         where="add_kl_penalty",
-        old="masked.masked_mean(kl_tokens, actions)",
+        old="masked_mean(kl_tokens, actions)",
         new="kl_tokens.mean()",
     ),
     Exhibit(
@@ -1072,8 +1072,7 @@ ADVANTAGES = [
         where="generalized_advantages",
         old="advantages, returns = gae(actor_lams)",
         new=(
-            "advantages, _ = gae(actor_lams)\n"
-            "returns = masked.whiten(advantages, masks.actions) + values"
+            "advantages, _ = gae(actor_lams)\nreturns = whiten(advantages, masks.actions) + values"
         ),
     ),
     Exhibit(
@@ -1084,8 +1083,8 @@ ADVANTAGES = [
         ),
         test=f"{TEST_UPDATE}::test_score_sits_on_the_last_token_and_returns_are_raw",
         where="whiten_advantages",
-        old="masked.whiten(estimates.advantages, masks.loss, size=estimates.size)",
-        new="jax.vmap(masked.whiten)(estimates.advantages, masks.loss)",
+        old="whiten(estimates.advantages, masks.loss, size=estimates.size)",
+        new="jax.vmap(whiten)(estimates.advantages, masks.loss)",
     ),
     Exhibit(
         name="finished_responses_are_bootstrapped",
@@ -1727,7 +1726,7 @@ MOMENTS_AND_SHAPING = [
     Exhibit(
         name="a_batch_counts_as_one_number",
         source="cleanrl#18: RunningMeanStd was updated with a batch_count of 1",
-        test="tests/kernels/test_moments.py::test_by_hand",
+        test="tests/kernels/test_masked_statistics.py::test_moments_by_hand",
         where="update_moments",
         old="jnp.sum(mask.astype(bool))",
         new="jnp.any(mask)",
@@ -1738,7 +1737,7 @@ MOMENTS_AND_SHAPING = [
             "baselines#266: the first batches of rewards spiked, divided by a standard deviation "
             "near 0"
         ),
-        test="tests/kernels/test_shaping.py::test_without_spread_scores_stay_what_they_are",
+        test="tests/ppo/test_reward_shaping.py::test_without_spread_scores_stay_what_they_are",
         where="moments_std",
         old="jnp.where(spread, jnp.sqrt(variance + epsilon), 1.0)",
         new="jnp.sqrt(variance + epsilon)",
@@ -1764,7 +1763,7 @@ MOMENTS_AND_SHAPING = [
         where="estimate_experience",
         old="outputs.values",
         new=(
-            "outputs.values * advantages.running_moments.moments_std(control.moments['returns']) "
+            "outputs.values * advantages.moments_std(control.moments['returns']) "
             "if options.normalizes_values else outputs.values"
         ),
     ),
@@ -1773,8 +1772,8 @@ MOMENTS_AND_SHAPING = [
         source="rlax#111: the PopArt example normalized with the moments from before the update",
         test=f"{TEST_EXPERIENCE}::test_normalised_values_stand_for_the_same_advantages",
         where="normalize_returns",
-        old="running_moments.normalize_by_moments(returns, updated, size)",
-        new="running_moments.normalize_by_moments(returns, moments, size)",
+        old="normalize_by_moments(returns, updated, size)",
+        new="normalize_by_moments(returns, moments, size)",
     ),
     Exhibit(
         name="the_penalty_begins_where_responses_end",
@@ -1782,7 +1781,7 @@ MOMENTS_AND_SHAPING = [
             "verl#3855: from max_response_length to max_response_length + buffer, which no "
             "response reaches"
         ),
-        test="tests/kernels/test_shaping.py::test_soft_overlong_penalty_by_hand",
+        test="tests/ppo/test_reward_shaping.py::test_soft_overlong_penalty_by_hand",
         where="soft_overlong_penalty",
         old="longest - buffer",
         new="longest",
@@ -1793,7 +1792,7 @@ MOMENTS_AND_SHAPING = [
             "tunix 0.1.7: DAPO's reward_shaping counts characters, and the penalty of a response "
             "longer than the limit has no bound"
         ),
-        test="tests/kernels/test_shaping.py::test_soft_overlong_penalty_by_hand",
+        test="tests/ppo/test_reward_shaping.py::test_soft_overlong_penalty_by_hand",
         where="soft_overlong_penalty",
         old="jnp.clip(over / buffer, 0.0, 1.0)",
         new="jnp.maximum(over / buffer, 0.0)",
@@ -1962,8 +1961,8 @@ SURVIVORS = [
         source=MUTATION,
         test=f"{TEST_EXPERIENCE}::test_moments_of_returns_leave_out_masked_responses",
         where="normalize_returns",
-        old="running_moments.update_moments(moments, returns, learned_values(masks), size)",
-        new="running_moments.update_moments(moments, returns, masks.actions, size)",
+        old="update_moments(moments, returns, learned_values(masks), size)",
+        new="update_moments(moments, returns, masks.actions, size)",
     ),
     Exhibit(
         name="the_critics_lambda_defaults_to_one",
@@ -2000,7 +1999,7 @@ SURVIVORS = [
     Exhibit(
         name="moments_overflow",
         source=MUTATION,
-        test="tests/kernels/test_moments.py::test_a_batch_whose_moments_overflow_is_ignored",
+        test="tests/kernels/test_masked_statistics.py::test_a_batch_whose_moments_overflow_is_ignored",
         where="update_moments",
         old="jnp.isfinite(updated.mean) & jnp.isfinite(updated.m2)",
         new="jnp.isfinite(updated.mean)",
@@ -2078,7 +2077,7 @@ DIALOGUES = [
         source="Search-R1#21: the reported KL included the tokens of search results",
         test="tests/run/test_two_turns.py::test_the_measured_kl_is_that_of_the_policys_own_tokens",
         where="add_kl_penalty",
-        old="masked.masked_mean(kl_tokens, actions)",
+        old="masked_mean(kl_tokens, actions)",
         new="kl_tokens.mean()",
     ),
     Exhibit(

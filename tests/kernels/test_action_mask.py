@@ -15,7 +15,6 @@ from jax_ppo.kernels import (
     kl,
     logprobs,
     losses,
-    moments,
     vocabulary_kl,
 )
 from jax_ppo.kernels import masked_statistics as masked
@@ -74,7 +73,7 @@ def kernels(batch, unembedding, mask):
     results["masked_max"] = masked.masked_max(values, mask)
     results["whiten"] = masked.whiten(values, mask)
     results["explained_variance"] = masked.explained_variance(values, returns, mask)
-    results["moments"] = jnp.stack(moments.update_moments(moments.empty_moments(), values, mask))
+    results["moments"] = jnp.stack(masked.update_moments(masked.empty_moments(), values, mask))
 
     for name in POLICY_LOSSES:
         clip = Clip(low=0.2, high=0.3, dual=3.0)

@@ -22,12 +22,11 @@ from jax_ppo.kernels import (
     kl,
     logprobs,
     losses,
-    preferences,
-    shaping,
     vocabulary_kl,
 )
 from jax_ppo.kernels import masked_statistics as masked
 from jax_ppo.kernels.losses import Clip
+from jax_ppo.ppo.reward_shaping import soft_overlong_penalty
 from jax_ppo.registries import AGGREGATIONS
 from kernels_by_name import KL, LEVELS
 from padded_loss import padded_loss
@@ -255,7 +254,7 @@ def compare_reductions(case: dict[str, jax.Array]) -> Iterator[Comparison]:
     ):
 
         def penalize(mask: jax.Array, factor: float = factor) -> jax.Array:
-            return shaping.soft_overlong_penalty(mask.sum(1), 12, 5, factor)
+            return soft_overlong_penalty(mask.sum(1), 12, 5, factor)
 
         yield Comparison(peers, penalize, "mask")
     for peers, centering in (
@@ -265,8 +264,8 @@ def compare_reductions(case: dict[str, jax.Array]) -> Iterator[Comparison]:
 
         def rank(chosen: jax.Array, centering: float = centering) -> jax.Array:
             pair = chosen, case["response_advantages"]
-            penalty = centering * preferences.centering_penalty(*pair)
-            return jnp.mean(preferences.bradley_terry(*pair) + penalty)
+            penalty = centering * losses.centering_penalty(*pair)
+            return jnp.mean(losses.bradley_terry(*pair) + penalty)
 
         yield Comparison(peers, rank, "scores")
 

@@ -21,7 +21,6 @@ from jax_ppo.kernels import (
     kl,
     logprobs,
     losses,
-    moments,
     vocabulary_kl,
 )
 from jax_ppo.kernels import masked_statistics as masked
@@ -98,7 +97,7 @@ def loss_weights(lengths, mode, scale):
 value_loss = gradient_and_result(losses.value_loss, 0)
 importance_weights = compiled(importance.importance_weights, static_argnums=3)
 mismatch = compiled(importance.mismatch)
-add_moments, std_of_moments = compiled(moments.update_moments), compiled(moments.moments_std)
+add_moments, std_of_moments = compiled(masked.update_moments), compiled(masked.moments_std)
 
 
 @quick
@@ -345,7 +344,7 @@ def test_logprobs_entropy_and_full_kl(mask, seed, scale, option):
 @quick
 @given(st.lists(arrays(np.float32, 5, elements=eighths), max_size=6), st.integers(0, 2**30 - 1))
 def test_moments_over_any_cut(batches, bits):
-    known, kept = moments.empty_moments(), []
+    known, kept = masked.empty_moments(), []
     for i, x in enumerate(batches):
         mask = np.array([(bits >> (5 * i + j)) & 1 for j in range(5)])
         known = add_moments(known, *poisoned(mask, x), mask)

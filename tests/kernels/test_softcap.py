@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jax_ppo.kernels.logprobs import token_logprobs
-from jax_ppo.kernels.softcap import softcap, softcap_slope
+from jax_ppo.kernels.vocabulary_chunks import softcap, softcap_slope
 from jax_ppo.kernels.vocabulary_kl import full_kl
 
 CAP, TEMPERATURE = 2.0, 0.7

@@ -6,7 +6,7 @@ import pytest
 
 import tiny
 from jax_ppo.errors import UserError
-from jax_ppo.kernels import moments
+from jax_ppo.kernels import masked_statistics as moments
 from jax_ppo.ppo.advantages import critic_metrics
 from jax_ppo.ppo.forward_passes import ForwardOutputs
 from jax_ppo.training.control import first_control

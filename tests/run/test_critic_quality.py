@@ -8,7 +8,7 @@ import pytest
 
 import tiny
 from jax_ppo.config import loading
-from jax_ppo.kernels.moments import update_moments
+from jax_ppo.kernels.masked_statistics import update_moments
 from jax_ppo.run import ppo_training
 from jax_ppo.run.critic_quality import (
     Predictions,
