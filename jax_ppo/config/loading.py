@@ -176,7 +176,7 @@ def _train_critic_alone(config: Config) -> Config:
     if not config.learns_from_files:
         return config
     # Each row has one response, and rows are taken as they are: none is drawn or selected.
-    names = ("data.train_files", "data.curriculum", "rollout.n", "rollout.keep")
+    names = ("data.train_files", "rollout.n", "rollout.keep")
     further = ("rollout.max_staleness", "rollout.exact")
     unread = (*names, *further, "algorithm.filter_groups.enable")
     return replace_options(config, validation.default_values(unread))

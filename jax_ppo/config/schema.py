@@ -288,11 +288,6 @@ class Data:
         "also where its models are evaluated; else today", parse=parse_date, fixed_on_resume=True)
     shuffle: bool = option(True, "shuffle the rows anew in each epoch, from `seed`",
         read_by=LEARNING)
-    curriculum: str = option("none",
-        "none: each training prompt once per epoch; solve_rate: prompts that are always or never "
-        "solved are drawn twenty times less often than those solved half of the time",
-        choices=("none", "solve_rate"), read_by=PPO, fixed_on_resume=True,
-        rules=(REWARDS_BY_RULE, NEWEST_WEIGHTS))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Batches of prompts: in the order of the data, shuffled, mixed, or drawn by their solve rates."""
+"""Batches of prompts: in the order of the data, shuffled or mixed."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -8,12 +8,6 @@ import numpy as np
 from jax_ppo.data.tokenize_prompts import PromptDataset
 from jax_ppo.errors import UserError, counted
 from jax_ppo.types import Example, Prompts
-
-# Solve rates by the row of the data set, as text, so that a checkpoint's JSON holds them.
-SolveRates = dict[str, float]
-
-_MEMORY = 0.5  # the weight of what was known before, against the newest responses
-_LEAST_WEIGHT = 0.05  # of a prompt that is always or never solved; it may become useful again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,64 +169,6 @@ class Mixture:
             return rows
         # With three numbers, no pass has the seed of an epoch, which has two.
         return np.random.default_rng([self._seed, number, source + 1]).permutation(rows)
-
-
-@dataclasses.dataclass
-class CurriculumBatches:
-    """Endless iterator over prompts that are sometimes solved more often than over others.
-
-    At a solve rate of p, the variance of correctness is p (1 - p): largest where half of the
-    responses are correct, and 0 where comparing them teaches nothing. A batch follows from seed,
-    position and solve rates alone, and has no prompt twice.
-    """
-
-    dataset: PromptDataset  # of at least `batch_size` prompts
-    batch_size: int
-    seed: int
-    position: int  # prompts drawn so far
-    solve_rates: SolveRates  # at this position; updated in place
-
-    def __iter__(self) -> Iterator[PromptBatch]:
-        return self
-
-    def __next__(self) -> PromptBatch:
-        weights = solve_rate_weights(self.solve_rates, len(self.dataset))
-        rng = np.random.default_rng([self.seed, self.position])
-        indices = rng.choice(len(weights), self.batch_size, replace=False, p=weights)
-        self.position += self.batch_size
-        return make_batch(self.dataset, indices, self.batch_size)
-
-    def observe(self, indices: np.ndarray, correct_B: np.ndarray) -> None:
-        """Update the solve rates of the rows `indices`, int [G].
-
-        `correct_B` is 1, 0 or, where it is undefined, NaN, in groups of responses to each prompt.
-
-        Raises:
-          UserError: the rule does not define correctness.
-        """
-        if np.isnan(correct_B).all():
-            raise UserError(
-                "config.data.curriculum='solve_rate': the rule does not define correctness; set "
-                "it to 'none'"
-            )
-        for index, group in zip(indices, correct_B.reshape(len(indices), -1), strict=True):
-            known = group[~np.isnan(group)]
-            if not len(known):
-                continue
-            row = str(index)
-            rate = float(known.mean())
-            before = self.solve_rates.get(row)
-            if before is not None:
-                rate = _MEMORY * before + (1 - _MEMORY) * rate
-            self.solve_rates[row] = rate
-
-
-def solve_rate_weights(solve_rates: SolveRates, rows: int) -> np.ndarray:
-    """Return the probability of each row, [rows]; a row that was never drawn has the highest."""
-    weights = np.ones(rows)
-    for row, rate in solve_rates.items():
-        weights[int(row)] = max(4 * rate * (1 - rate), _LEAST_WEIGHT)
-    return weights / weights.sum()
 
 
 def evaluation_batches(dataset: PromptDataset, batch_size: int) -> Iterator[PromptBatch]:

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 
 from jax_ppo.config.schema import Reward
 from jax_ppo.data.chat_templates import opened_thought
-from jax_ppo.data.prompt_batches import CurriculumBatches, PromptBatch, PromptBatches
+from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.data.response_rows import GivenResponses
 from jax_ppo.data.tokenizer import decode_texts
 from jax_ppo.environments.host import HostEnvironment
@@ -367,17 +367,3 @@ def gather_samples(
     # NaN marks what a sample does not report, here and in the means of these columns.
     everywhere = placement.all_rows(mesh, indices, local, total)
     return dict(zip(names, everywhere.T, strict=True))
-
-
-def observe_solve_rates(
-    batches: PromptBatches | CurriculumBatches, batch: PromptBatch, rewards: RuleRewards
-) -> None:
-    """Update the solve rates of the prompts, if the batches are drawn by them.
-
-    Raises:
-      UserError: the rule does not define correctness.
-    """
-    # A step without any score says nothing of the rule; the run counts such steps.
-    all_failed = rewards.failures == rewards.scored
-    if isinstance(batches, CurriculumBatches) and not all_failed:
-        batches.observe(batch.indices, with_nan(placement.to_host(rewards.correct)))

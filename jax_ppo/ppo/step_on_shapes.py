@@ -12,11 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ppo.data.prompt_batches import PromptBatch
+from jax_ppo.data.prompt_batches import PromptBatch, PromptBatches
 from jax_ppo.ppo.reward_inputs import ModelInputs
 from jax_ppo.ppo.rewarding import RuleRewards, RuleScorer
 from jax_ppo.ppo.samples.choice import choose_source
-from jax_ppo.ppo.samples.source import TrainingBatches
 from jax_ppo.ppo.step import take_ppo_step
 from jax_ppo.ppo.step_parts import StepParts
 from jax_ppo.runtime import sharding
@@ -27,7 +26,7 @@ from jax_ppo.types import Rollout
 
 
 def take_step_on_shapes(
-    parts: StepParts, state: TrainState, batches: TrainingBatches, step: int = 0
+    parts: StepParts, state: TrainState, batches: PromptBatches, step: int = 0
 ) -> None:
     """Take a step and, if there is one, the next; call it inside `run_on_shapes`.
 

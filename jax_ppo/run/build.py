@@ -11,9 +11,8 @@ import jax
 from jax.sharding import Mesh
 
 from jax_ppo.config import notes
-from jax_ppo.config.schema import Config, Data, Reward, RolloutOptions
+from jax_ppo.config.schema import Config, Reward, RolloutOptions
 from jax_ppo.data.response_rows import GivenResponses
-from jax_ppo.data.sources import source_weights
 from jax_ppo.data.tokenize_prompts import PromptDataset
 from jax_ppo.environments.host import HostEnvironment
 from jax_ppo.environments.loading import (
@@ -167,7 +166,6 @@ def _read_rows(
     if trains:
         for note in notes.train_notes(config):
             report(f"note: {note}")
-        _reject_weights_with_curriculum(config.data)
     _report_idle_offloads(roles, mesh, report)
     model_weight = reward_functions.model_weight(config.reward)
     # Rewards in the rows leave rules to evaluations; an environment's may be the only ones.
@@ -237,16 +235,6 @@ def _report_idle_offloads(roles: Sequence[RunRole], mesh: Mesh, report: Report) 
     if offloads and mesh.devices.flat[0].platform == "cpu":
         names = " and ".join(offloads)
         report(f"note: {names}: saves nothing, as the memory of CPU devices is the host's")
-
-
-def _reject_weights_with_curriculum(data: Data) -> None:
-    """Raise `UserError` for weighted sources of prompts that are drawn by their solve rates."""
-    is_weighted = source_weights(data.train_files, "config.data.train_files") is not None
-    if is_weighted and data.curriculum != "none":
-        raise UserError(
-            f"config.data.curriculum={data.curriculum!r}: draws prompts by their solve "
-            "rates; give the sources of config.data.train_files no weights"
-        )
 
 
 def _resolve_rule(options: Reward, examples: list[Example]) -> RunRule:

@@ -197,8 +197,8 @@ def _diagnose_equal_groups(run: LastSteps) -> Iterator[str]:
             f"{share:.0%} of the prompts of the {run.span} had responses of equal "
             f"rewards, from which config.algorithm.adv_estimator={estimator} "
             "learns nothing: prompts are too hard or too easy. "
-            "config.algorithm.filter_groups.enable=True draws others, config.data.curriculum="
-            "solve_rate prefers prompts between, and a larger config.rollout.n finds differences"
+            "config.algorithm.filter_groups.enable=True draws others, and a larger "
+            "config.rollout.n finds differences"
         )
 
 

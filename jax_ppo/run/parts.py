@@ -6,12 +6,11 @@ from typing import Any
 
 from jax_ppo.config.schema import Config, Data
 from jax_ppo.data import prompt_batches
-from jax_ppo.data.prompt_batches import CurriculumBatches, PromptBatch, PromptBatches, SolveRates
+from jax_ppo.data.prompt_batches import PromptBatch, PromptBatches
 from jax_ppo.data.sources import source_weights
 from jax_ppo.data.tokenize_prompts import PromptDataset
 from jax_ppo.ppo.forward_passes import ForwardOutputs, join_sequences, run_forward_passes
 from jax_ppo.ppo.mini_batches import sample_lengths
-from jax_ppo.ppo.samples.source import TrainingBatches
 from jax_ppo.ppo.step_parts import StepParts
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.training.networks import Folders
@@ -31,22 +30,9 @@ class PPORun(StepParts):
     # How the engine samples in evaluations (`rollout.val_kwargs`).
     held_out_sampling: SamplingOptions
 
-    def batches(self, position: int, solve_rates: SolveRates | None = None) -> TrainingBatches:
-        """Return the training batches that follow a position, in examples consumed.
-
-        `solve_rates` are those at that position, for `data.curriculum`, which updates them in
-        place; `None` follows the order of the data.
-        """
-        data = self.config.data
-        if data.curriculum == "none" or solve_rates is None:
-            return batches_in_order(data, self.config.seed, self.training, position)
-        return CurriculumBatches(
-            dataset=self.training,
-            batch_size=data.train_batch_size,
-            seed=self.config.seed,
-            position=position,
-            solve_rates=solve_rates,
-        )
+    def batches(self, position: int) -> PromptBatches:
+        """Return the training batches that follow a position, in examples consumed."""
+        return batches_in_order(self.config.data, self.config.seed, self.training, position)
 
     def run_forward_passes(
         self, state: TrainState, batch: PromptBatch, rollout: Rollout, **changes: Any

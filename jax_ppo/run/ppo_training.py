@@ -1,7 +1,6 @@
 """A PPO run as the life cycle drives it: its state, its step, its evaluation, its checkpoints."""
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,9 +12,9 @@ from jax.sharding import Mesh
 from jax_ppo.config.schema import Config
 from jax_ppo.memory.memory_check import PPOMemory, explain_out_of_memory
 from jax_ppo.memory.step_flops import count_step_flops
-from jax_ppo.ppo.rewarding import FailedSteps, observe_solve_rates
+from jax_ppo.ppo.rewarding import FailedSteps
 from jax_ppo.ppo.samples.choice import choose_source
-from jax_ppo.ppo.samples.source import SampleSource, TrainingBatches
+from jax_ppo.ppo.samples.source import SampleSource
 from jax_ppo.ppo.step import StepResult, take_ppo_step
 from jax_ppo.ppo.step_on_shapes import take_step_on_shapes
 from jax_ppo.reporting import console
@@ -65,7 +64,6 @@ class PPOTraining:
         self.can_evaluate = bool(run.held_out)
         self._run = run
         self._failed_steps = FailedSteps(run.config.reward)
-        self._batches: TrainingBatches | None = None
         self._samples: SampleSource | None = None
 
     def fingerprints(self) -> dict[str, dict[str, Any]]:
@@ -99,7 +97,7 @@ class PPOTraining:
         The sampler is compiled for the length bucket of this step's prompts.
         """
         run = self._run
-        batches = run.batches(progress.position, copy.deepcopy(progress.solve_rates))
+        batches = run.batches(progress.position)
         return functools.partial(
             take_step_on_shapes, run, run.states.shapes(), batches, progress.step
         )
@@ -126,8 +124,7 @@ class PPOTraining:
         run = self._run
         if run.config.reward.normalize == "reference" and progress.step == 0:
             state = measure_first_rewards(run, state)
-        self._batches = run.batches(progress.position, progress.solve_rates)
-        self._samples = choose_source(run, self._batches)
+        self._samples = choose_source(run, run.batches(progress.position))
         for line in self._samples.restore(checkpoints, progress):
             console.print_on_main(line)
         self.position = progress.position
@@ -135,11 +132,9 @@ class PPOTraining:
 
     def take_step(self, state: TrainState, step: int, journal: Reporter) -> TrainState:
         """Take a step, and queue its report."""
-        assert self._batches is not None and self._samples is not None, "the run has not begun"
+        assert self._samples is not None, "the run has not begun"
         state, result = take_ppo_step(self._run, state, self._samples, step, journal)
         sampled = result.sampled
-        if sampled.rule_rewards is None:  # the step has scored them
-            observe_solve_rates(self._batches, sampled.batch, result.rule_rewards)
         self._failed_steps.count(step, result.rule_rewards)
         report_step(self._run, journal, step, result)
         if sampled.note:

@@ -31,9 +31,6 @@ class Progress:
     # Time of the steps that still count: not of those that were repeated after an interruption, nor
     # of those whose update was skipped.
     kept_seconds: float = 0.0
-    # The share of correct responses by the row of the training data, as text, for
-    # `data.curriculum`; empty without one.
-    solve_rates: dict[str, float] = dataclasses.field(default_factory=dict)
     # By kind, `text`, `first_step`, `last_step` and `count` of a warning.
     warnings: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     # Lines about options that a resume has changed.
@@ -145,11 +142,8 @@ def find_progress(
         *history["changed_options"],
         *(f"after step {latest}: {change}" for change in changes),
     ]
-    if data_change:
-        # Both refer to rows by their numbers.
-        history.pop("solve_rates", None)
-        return Progress(step=latest, position=0, **history)
-    return Progress(step=latest, position=meta["position"], **history)
+    # The position refers to rows by their numbers.
+    return Progress(step=latest, position=0 if data_change else meta["position"], **history)
 
 
 def _describe_data_change(meta: dict[str, Any], data: dict[str, Any]) -> str:

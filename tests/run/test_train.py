@@ -256,7 +256,6 @@ def test_an_evaluation_by_itself_gives_the_figures_of_the_run(model, files, undi
     options = {"model.path": str(path), "trainer.compilation_cache": "off"}
     # The training data are not read, and their number does not matter.
     options |= {"data.train_files": "none/such.jsonl*2,x*1", "data.train_batch_size": 2000}
-    options |= {"data.curriculum": "solve_rate"}
     config = loading.load_config(f"{files}/config.py", options)
     summary = standalone_evaluation.evaluate_model(config, tmp_path)
     last = json.loads((undisturbed[0] / "summary.json").read_text())["evaluations"][-1]

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jax_ppo.data.prompt_batches import PromptBatch, make_batch
+from jax_ppo.data.prompt_batches import PromptBatch, PromptBatches, make_batch
 from jax_ppo.ppo.samples.checkpointing import (
     BATCHES_IN_POOL,
     POOL,
@@ -32,7 +32,7 @@ from jax_ppo.ppo.samples.checkpointing import (
 )
 from jax_ppo.ppo.samples.on_policy import newest_weights
 from jax_ppo.ppo.samples.sample_rows import rows_of_groups, take_on_mesh
-from jax_ppo.ppo.samples.source import SampledBatch, TrainingBatches
+from jax_ppo.ppo.samples.source import SampledBatch
 from jax_ppo.ppo.step_parts import StepObserver, StepParts
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.compiled_programs import CompiledProgram, program, run_on_shapes
@@ -98,7 +98,7 @@ def entry_steps(batches: np.ndarray) -> np.ndarray:
 class ContinuedSource:
     """Continues the responses of a pool, and takes the prompts whose responses are complete."""
 
-    def __init__(self, parts: StepParts, batches: TrainingBatches) -> None:
+    def __init__(self, parts: StepParts, batches: PromptBatches) -> None:
         """Take the parts of a step, and the prompts of the next steps."""
         self._parts = parts
         self._batches = batches
@@ -221,7 +221,7 @@ class ContinuedSource:
 
 
 def _fill(
-    parts: StepParts, pool: ResponsePool | None, batches: TrainingBatches, step: int
+    parts: StepParts, pool: ResponsePool | None, batches: PromptBatches, step: int
 ) -> ResponsePool:
     """Return the pool with new prompts in its empty places."""
     count = parts.step_options.prompts_per_step

@@ -1,8 +1,9 @@
 """Take the responses of a step from files."""
 
+from jax_ppo.data.prompt_batches import PromptBatches
 from jax_ppo.data.response_rows import GivenResponses
 from jax_ppo.ppo.rewarding import given_rewards
-from jax_ppo.ppo.samples.source import IndependentSource, SampledBatch, TrainingBatches
+from jax_ppo.ppo.samples.source import IndependentSource, SampledBatch
 from jax_ppo.ppo.step_parts import StepObserver, StepParts
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.training.state import TrainState
@@ -16,7 +17,7 @@ class GivenSource(IndependentSource):
         return take_given_batch(self._parts, self._batches)
 
 
-def take_given_batch(parts: StepParts, batches: TrainingBatches) -> SampledBatch:
+def take_given_batch(parts: StepParts, batches: PromptBatches) -> SampledBatch:
     """Return the given responses of a step, with their rewards if these are given, too."""
     dataset = parts.training
     assert isinstance(dataset, GivenResponses), "the responses are given"

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 import jax
 
-from jax_ppo.ppo.samples.source import IndependentSource, SampledBatch, TrainingBatches
+from jax_ppo.data.prompt_batches import PromptBatches
+from jax_ppo.ppo.samples.source import IndependentSource, SampledBatch
 from jax_ppo.ppo.step_parts import StepObserver, StepParts
 from jax_ppo.runtime.devices import release_freed_memory
 from jax_ppo.sampler.engine import RolloutEngine
@@ -24,7 +25,7 @@ class OnPolicySource(IndependentSource):
 def sample_batch(
     parts: StepParts,
     state: TrainState,
-    batches: TrainingBatches,
+    batches: PromptBatches,
     step: int,
     observer: StepObserver,
     draw: int = 0,

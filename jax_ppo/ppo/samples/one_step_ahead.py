@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_ppo.data.prompt_batches import PromptBatches
 from jax_ppo.ppo.samples.checkpointing import (
     ROLLOUT,
     are_rows,
@@ -20,7 +21,7 @@ from jax_ppo.ppo.samples.checkpointing import (
     rollout_arrays,
 )
 from jax_ppo.ppo.samples.on_policy import sample_batch
-from jax_ppo.ppo.samples.source import SampledBatch, TrainingBatches
+from jax_ppo.ppo.samples.source import SampledBatch
 from jax_ppo.ppo.step_parts import StepObserver, StepParts
 from jax_ppo.sampler.other_mesh import SeparateEngine
 from jax_ppo.training.checkpoint import Checkpointer
@@ -32,7 +33,7 @@ from jax_ppo.training.state import TrainState
 class OneStepAheadSource:
     """Samples each step but the first from the weights before the last update."""
 
-    def __init__(self, parts: StepParts, batches: TrainingBatches) -> None:
+    def __init__(self, parts: StepParts, batches: PromptBatches) -> None:
         """Take the parts of a step, and the prompts of the next steps."""
         self._parts = parts
         self._batches = batches

@@ -15,13 +15,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ppo.data.prompt_batches import make_batch
+from jax_ppo.data.prompt_batches import PromptBatches, make_batch
 from jax_ppo.errors import UserError
 from jax_ppo.kernels.masked_statistics import ROUNDING
-from jax_ppo.ppo.rewarding import RuleRewards, observe_solve_rates
+from jax_ppo.ppo.rewarding import RuleRewards
 from jax_ppo.ppo.samples.on_policy import sample_batch
 from jax_ppo.ppo.samples.sample_rows import rows_of_groups, take_on_mesh
-from jax_ppo.ppo.samples.source import IndependentSource, SampledBatch, TrainingBatches
+from jax_ppo.ppo.samples.source import IndependentSource, SampledBatch
 from jax_ppo.ppo.step_parts import StepObserver, StepParts
 from jax_ppo.runtime import placement
 from jax_ppo.training.state import TrainState
@@ -49,7 +49,7 @@ class Selected(NamedTuple):
 
 
 def sample_selected_batch(
-    parts: StepParts, state: TrainState, batches: TrainingBatches, step: int, observer: StepObserver
+    parts: StepParts, state: TrainState, batches: PromptBatches, step: int, observer: StepObserver
 ) -> SampledBatch:
     """Sample and score responses until a step has its samples; return them with their rewards."""
     filters = parts.step_options.experience.algorithm.filter_groups
@@ -65,7 +65,6 @@ def sample_selected_batch(
             jax.block_until_ready(sampled.rollout.lengths)
         with observer.phase("reward"):
             rewards = parts.rules.score(sampled.batch, sampled.rollout)
-            observe_solve_rates(batches, sampled.batch, rewards)
         drawn, differs = _select_responses(parts, sampled, rewards, draw)
         draws.append(rewards)
         counts["uniform groups"] += int((~differs).sum())

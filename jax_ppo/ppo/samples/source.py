@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from jax_ppo.data.prompt_batches import CurriculumBatches, PromptBatch, PromptBatches
+from jax_ppo.data.prompt_batches import PromptBatch, PromptBatches
 from jax_ppo.ppo.rewarding import RuleRewards
 from jax_ppo.ppo.samples.checkpointing import describe_skipped_samples
 from jax_ppo.ppo.step_parts import StepObserver, StepParts
@@ -13,8 +13,6 @@ from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.progress import Progress
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Rollout
-
-TrainingBatches = PromptBatches | CurriculumBatches
 
 
 class SampledBatch(NamedTuple):
@@ -53,7 +51,7 @@ class SampleSource(Protocol):
 class IndependentSource:
     """A source that leaves nothing to the next step."""
 
-    def __init__(self, parts: StepParts, batches: TrainingBatches) -> None:
+    def __init__(self, parts: StepParts, batches: PromptBatches) -> None:
         """Take the parts of a step, and the prompts of the next steps."""
         self._parts = parts
         self._batches = batches

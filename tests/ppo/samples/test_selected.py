@@ -172,7 +172,6 @@ def test_a_resumed_run_selects_the_same_samples(files, tmp_path, metric):
     options = {
         "algorithm__filter_groups__enable": True,
         "algorithm__filter_groups__metric": metric,
-        "data__curriculum": "solve_rate",
     }
     train(files, tmp_path / "undisturbed", **options)
     shutil.copytree(tmp_path / "undisturbed", tmp_path / "resumed")
