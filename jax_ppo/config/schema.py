@@ -54,7 +54,6 @@ MODELS = (*PPO, "evaluate", "score")
 SUPERVISED = ("sft", "reward_model")
 LEARNING = (*PPO, *SUPERVISED)
 REPORTS = (*PPO, "evaluate", *SUPERVISED)
-EVALUATE = ("evaluate",)
 SCORE = ("score",)
 
 
@@ -513,11 +512,11 @@ class Critic:
     path: str = option("",
         "folder or hub name that the critic starts from, with model.lora of adapters in PEFT's "
         "format; empty: model.path",
-        fixed_on_resume=True, read_by=MODELS, rules=(HAS_CRITIC, CRITIC_HAS_TRUNK))
+        fixed_on_resume=True, read_by=ADVANTAGES, rules=(HAS_CRITIC, CRITIC_HAS_TRUNK))
     keep_head: bool | None = option(None,
         "start with the scalar head in critic.path, such as a reward model's; off: with zeros; "
         "unset: on where critic.path holds a critic that a run exported",
-        fixed_on_resume=False, read_by=MODELS,
+        fixed_on_resume=False, read_by=ADVANTAGES,
         rules=(
             HAS_CRITIC,
             CRITIC_HAS_TRUNK,
@@ -535,7 +534,7 @@ class Critic:
         rules=(HAS_OWN_CRITIC,))
     param_offload: bool = option(False,
         "keep the critic's parameters in the host's memory when it does not compute",
-        read_by=MODELS, rules=(HAS_OWN_CRITIC,))
+        read_by=ADVANTAGES, rules=(HAS_OWN_CRITIC,))
     ppo_mini_batch_size: int | None = option(None, "as the actor's; unset: the actor's",
         unit="prompts", at_least=1, rules=(CRITIC_HAS_TRUNK, unread_unless(HAS_CRITIC)))
     ppo_micro_batch_size_per_device: int | None = option(None, "as the actor's; unset: the actor's",
@@ -555,7 +554,7 @@ class Critic:
     normalize_values: bool = option(False,
         "train the critic on returns normalized by their running mean and deviation; "
         "cliprange_value then counts in standard deviations",
-        fixed_on_resume=True, read_by=MODELS, rules=(HAS_CRITIC,))
+        fixed_on_resume=True, read_by=ADVANTAGES, rules=(HAS_CRITIC,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -616,13 +615,13 @@ class Algorithm:
     adv_estimator: str = option("gae",
         "how advantages are estimated; or your own, `module:function` or `file.py:function` "
         "(ppo/advantages.py)",
-        choices=tuple(ADVANTAGE_ESTIMATORS), is_plugin=True, fixed_on_resume=True, read_by=MODELS)
+        choices=tuple(ADVANTAGE_ESTIMATORS), is_plugin=True, fixed_on_resume=True)
     gamma: float = option(1.0, "discount per token",
-        at_least=0, at_most=1, read_by=MODELS, rules=(estimator_reads("gamma"),))
+        at_least=0, at_most=1, rules=(estimator_reads("gamma"),))
     lam: float = option(1.0, "GAE's lambda, per token",
         at_least=0, at_most=1, rules=(estimator_reads("lam"),))
     turn_gamma: float = option(1.0, "discount per turn of a dialogue",
-        at_least=0, at_most=1, read_by=MODELS, rules=(estimator_reads("turn_gamma"),))
+        at_least=0, at_most=1, rules=(estimator_reads("turn_gamma"),))
     turn_lam: float = option(1.0, "GAE's lambda, per turn of a dialogue",
         at_least=0, at_most=1, rules=(estimator_reads("turn_lam"),))
     critic_lam: float | None = option(None,
@@ -647,7 +646,7 @@ class Algorithm:
         f"{', '.join(ADVANTAGE_ESTIMATORS.names(lambda entry: entry.whitens))}")
     use_kl_in_reward: bool = option(False,
         "subtract the KL to the reference, times kl_ctrl's coefficient, from each token's reward",
-        read_by=MODELS, rules=(USES_REFERENCE,))
+        rules=(USES_REFERENCE,))
     use_reference: bool = option(True,
         "measure the KL to a frozen reference: reference.path, or the first policy, without "
         "adapters")
@@ -1099,32 +1098,6 @@ class Reward:
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluate:
-    """Options of `jax_ppo.evaluate` alone."""
-
-    rank_by: str = option("none",
-        "also report how good the best response to a prompt is by this: critic, the value at its "
-        "last token; reward_model, its score",
-        choices=("none", "critic", "reward_model"),
-        rules=(
-            OptionRule(lambda c: c.rollout.val_kwargs.n > 1, "`rollout.val_kwargs.n` is 2 or more",
-                "ranks the responses to a prompt, and "
-                "config.rollout.val_kwargs.n={c.rollout.val_kwargs.n}; set it to 2 or more"),
-            OptionRule(lambda c: c.rollout.val_kwargs.temperature > 0,
-                "`rollout.val_kwargs.temperature` is more than 0",
-                "config.rollout.val_kwargs.temperature=0 gives equal responses; set it above 0"),
-            OptionRule(lambda c: c.evaluate.rank_by != "critic" or c.has_critic, "",
-                "there is no critic with "
-                "config.algorithm.adv_estimator={c.algorithm.adv_estimator!r}; expected 'gae'"),
-            # The value of a whole response is that of its last token.
-            OptionRule(lambda c: c.evaluate.rank_by != "critic" or VALUES_TOKENS.is_met(c), "",
-                "with config.algorithm.adv_estimator={c.algorithm.adv_estimator!r} the critic "
-                "learns values only where turns start; expected 'gae' or 'bi_level_gae'"),
-            OptionRule(lambda c: c.evaluate.rank_by != "reward_model" or c.reward.model_path, "",
-                "there is no reward model; set config.reward.model_path")))
-
-
-@dataclasses.dataclass(frozen=True)
 class Score:
     """Given prompts and responses: jax_ppo.score scores them, jax_ppo.critic learns from them."""
 
@@ -1352,7 +1325,6 @@ class Config:
     algorithm: Algorithm = section(Algorithm, read_by=ADVANTAGES)
     rollout: RolloutOptions = section(RolloutOptions, read_by=SAMPLING)
     reward: Reward = section(Reward, read_by=MODELS)
-    evaluate: Evaluate = section(Evaluate, read_by=EVALUATE)
     score: Score = section(Score, read_by=("critic", *SCORE))
     supervised: Supervised = section(Supervised, read_by=SUPERVISED)
     packing: PackingOptions = section(PackingOptions)

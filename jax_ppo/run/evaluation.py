@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.ppo import forward_passes
 from jax_ppo.ppo.mini_batches import sample_lengths
-from jax_ppo.ppo.reward_shaping import last_actions
 from jax_ppo.ppo.rewarding import RuleRewards, mean_of_known
 from jax_ppo.run import critic_quality
 from jax_ppo.run.evaluation_statistics import describe_prompts
@@ -61,7 +59,6 @@ def evaluate_policy(
     run: PPORun,
     state: TrainState,
     before_batch: Callable[[], None] = lambda: None,
-    rank_by: str = "none",
 ) -> Evaluation:
     """Evaluate the policy on the held-out prompts, sampled as `rollout.val_kwargs` says.
 
@@ -77,7 +74,7 @@ def evaluate_policy(
     release_freed_memory(state)
     run.engine.update_weights(run.policy_params(state))
     try:
-        evaluation = _evaluate_sampled(run, state, sampling, before_batch, rank_by)
+        evaluation = _evaluate_sampled(run, state, sampling, before_batch)
         if not options.and_greedy or sampling.temperature == 0:
             return evaluation
         greedy = dataclasses.replace(sampling, temperature=0.0, n=1)
@@ -93,7 +90,6 @@ def _evaluate_sampled(
     state: TrainState,
     sampling: SamplingOptions,
     before_batch: Callable[[], None],
-    rank_by: str = "none",
 ) -> Evaluation:
     """Evaluate the weights that the engine holds; `sampling` says how responses are drawn."""
     rewards_of_batches: list[RuleRewards] = []
@@ -131,10 +127,6 @@ def _evaluate_sampled(
         records = describe_samples(
             every, batch, rollout, scores, rule_rewards, run.tokenizer, start
         )
-        if rank_by != "none":
-            ranks = rank_responses(run, state, batch, rollout, rule_rewards, rank_by)
-            for record, rank in zip(records, placement.to_host(ranks).tolist(), strict=True):
-                record["rank"] = rank
         return rollout, scores, correct, records
 
     with heartbeat.activity("evaluation") as activity:
@@ -198,16 +190,12 @@ def evaluate(batches: Iterable[PromptBatch], respond: Respond) -> Evaluation:
     all_scores, all_correct = np.concatenate(scores), np.concatenate(correct)
     # Rules that do not define correctness report NaN.
     defined_correct = all_correct[~np.isnan(all_correct)]
-    columns = {
-        name: np.array([record.get(name) for record in records], object).reshape(-1, n)
-        for name in ("answer", "rank")
-    }
+    answers = np.array([record.get("answer") for record in records], object)
     figures = describe_prompts(
         all_scores.reshape(-1, n),
         all_correct.reshape(-1, n),
-        columns["answer"],
+        answers.reshape(-1, n),
         sources,
-        columns["rank"].astype(float) if "rank" in records[0] else None,
     )
     means = {name: mean_of_known(np.concatenate(values)) for name, values in metrics.items()}
     return Evaluation(
@@ -226,12 +214,10 @@ def response_rewards(
     batch: PromptBatch,
     rollout: Rollout,
     rule_rewards: RuleRewards,
-    model_weight: float | None = None,
 ) -> jax.Array:
     """Return the rewards [B] of whole responses that are not trained on.
 
-    They are the sum of the rules' scores and, if there is a reward model, its weighted scores. The
-    weight is the options' unless `model_weight` is given.
+    They are the sum of the rules' scores and, if there is a reward model, its weighted scores.
     """
     if run.nets.reward is None:
         return rule_rewards.scores
@@ -239,34 +225,4 @@ def response_rewards(
     if rows is None:
         sequences = forward_passes.join_sequences(rollout, run.config.sequence_length)
         rows = (sequences, *run.packer.pack_rows(sample_lengths(batch, rollout)))
-    rules = run.rules
-    if model_weight is not None:
-        rules = dataclasses.replace(rules, model_weight=model_weight)
-    return rules.add_model_scores(run.nets, state, rule_rewards, rows)
-
-
-def rank_responses(
-    run: PPORun,
-    state: TrainState,
-    batch: PromptBatch,
-    rollout: Rollout,
-    rule_rewards: RuleRewards,
-    rank_by: str,
-) -> jax.Array:
-    """Return what the responses are ranked by [B].
-
-    It is the reward model's score, or the critic's value of the state in which the policy chose its
-    last token: the last value that the critic is trained on, since a reward follows.
-    """
-    if rank_by == "reward_model":
-        unscored = dataclasses.replace(rule_rewards, scores=jnp.zeros_like(rule_rewards.scores))
-        return response_rewards(run, state, batch, rollout, unscored, model_weight=1.0)
-    others = ("old_logprobs", "reference", "full_kl", "last_values", "teacher")
-    _, outputs = run.run_forward_passes(state, batch, rollout, **dict.fromkeys(others, False))
-    assert outputs.values is not None, "there is a critic"
-    return _last_values(outputs.values, rollout.action_mask)
-
-
-@jax.jit
-def _last_values(values_BxT: jax.Array, actions_BxT: jax.Array) -> jax.Array:
-    return jnp.where(last_actions(actions_BxT), values_BxT, 0.0).sum(1)
+    return run.rules.add_model_scores(run.nets, state, rule_rewards, rows)

@@ -28,30 +28,10 @@ def pass_at_k(correct_PxN: np.ndarray, k: int) -> np.ndarray:
 
 def best_of_k(scores_PxN: np.ndarray, k: int) -> np.ndarray:
     """Return the expected largest score [P] of k responses; negate twice for the smallest."""
-    return np.sort(scores_PxN, axis=1) @ _largest_of_k(scores_PxN.shape[1], k)
-
-
-def ranked_first_of_k(values_PxN: np.ndarray, ranks_PxN: np.ndarray, k: int) -> np.ndarray:
-    """Return the expected value [P] of the response that ranks highest among k.
-
-    Of responses that rank equally each is as likely to be chosen. Values are what the chosen one
-    counts, such as 1 or 0 for right or wrong.
-    """
-    weights = _largest_of_k(values_PxN.shape[1], k)
-    chosen = []
-    for values, ranks in zip(values_PxN, ranks_PxN, strict=True):
-        order = np.argsort(ranks, kind="stable")
-        _, ties = np.unique(ranks[order], return_inverse=True)
-        # Equal ranks share their places: each counts the mean of their values.
-        means = np.bincount(ties, weights=values[order]) / np.bincount(ties)
-        chosen.append(means[ties] @ weights)
-    return np.array(chosen)
-
-
-def _largest_of_k(n: int, k: int) -> np.ndarray:
-    """Return the probability [n] that the i-th smallest of n is the largest of k of them."""
-    # It is if the others come from the i below it.
-    return np.array([math.comb(i, k - 1) / math.comb(n, k) for i in range(n)])
+    n = scores_PxN.shape[1]
+    # The i-th smallest of n is the largest of k if the others come from the i below it.
+    chances = np.array([math.comb(i, k - 1) / math.comb(n, k) for i in range(n)])
+    return np.sort(scores_PxN, axis=1) @ chances
 
 
 def majority_at_k(correct_N: np.ndarray, answers_N: np.ndarray, sizes: list[int]) -> list[float]:
@@ -121,7 +101,6 @@ def describe_prompts(
     correct_PxN: np.ndarray,
     answers_PxN: np.ndarray,
     sources: list[str],
-    ranks_PxN: np.ndarray | None = None,
 ) -> dict[str, float]:
     """Return the statistics that a mean over all responses leaves out, by name.
 
@@ -134,11 +113,8 @@ def describe_prompts(
       correct_PxN: NaN where correctness is undefined.
       answers_PxN: the answers that the rules read, `None` where there is none.
       sources: the data source of each prompt.
-      ranks_PxN: what responses are ranked by; `None` if they are not. ranked@k and
-        ranked_reward@k are then the share of right ones and the mean score of those that rank
-        highest among k.
     """
-    figures = _describe_group(scores_PxN, correct_PxN, answers_PxN, ranks_PxN)
+    figures = _describe_group(scores_PxN, correct_PxN, answers_PxN)
     names = sorted(set(sources))
     if len(names) == 1:
         return figures
@@ -148,8 +124,7 @@ def describe_prompts(
         defined = correct_PxN[rows]
         if not np.isnan(defined).any():
             group["accuracy"] = float(defined.mean())
-        ranks = None if ranks_PxN is None else ranks_PxN[rows]
-        group |= _describe_group(scores_PxN[rows], defined, answers_PxN[rows], ranks)
+        group |= _describe_group(scores_PxN[rows], defined, answers_PxN[rows])
         figures |= {f"{name}/{figure}": value for figure, value in group.items()}
     return figures
 
@@ -158,7 +133,6 @@ def _describe_group(
     scores_PxN: np.ndarray,
     correct_PxN: np.ndarray,
     answers_PxN: np.ndarray,
-    ranks_PxN: np.ndarray | None,
 ) -> dict[str, float]:
     # Prompts whose rule does not define correctness have no share in accuracy, pass@k and maj@k.
     graded_P = ~np.isnan(correct_PxN).any(1)
@@ -177,12 +151,6 @@ def _describe_group(
     for k in sizes:
         if len(graded_PxN):
             figures[f"pass@{k}"] = float(pass_at_k(graded_PxN, k).mean())
-        if ranks_PxN is not None:
-            if len(graded_PxN):
-                ranked_P = ranked_first_of_k(graded_PxN, ranks_PxN[graded_P], k)
-                figures[f"ranked@{k}"] = float(ranked_P.mean())
-            ranked_P = ranked_first_of_k(scores_PxN, ranks_PxN, k)
-            figures[f"ranked_reward@{k}"] = float(ranked_P.mean())
         figures[f"best@{k}"] = float(best_of_k(scores_PxN, k).mean())
         figures[f"worst@{k}"] = 0.0 - float(best_of_k(-scores_PxN, k).mean())  # not -0.0
     return figures

@@ -40,20 +40,11 @@ def evaluate_model(config: Config, workdir: Path) -> dict[str, Any]:
         sections = {name: getattr(saved, name) for name in ("model", "critic", "algorithm")}
         normalize = saved.reward.normalize
         config = replace_options(config, {"reward.normalize": normalize, **sections})
-    elif config.evaluate.rank_by == "critic":
-        model, critic = with_exported_models(config.model, config.critic, config.has_critic)
-        config = dataclasses.replace(config, model=model, critic=critic)
     else:
         # Only the policy is read: an estimator without a critic.
         model = with_exported_actor(config.model)
         config = replace_options(config, {"model": model, "algorithm.adv_estimator": "rloo"})
     config = replace_options(config, {"algorithm.use_reference": False, "teacher": Teacher()})
-    has_critic = (checkpoint or config.critic.path) and config.has_critic
-    if config.evaluate.rank_by == "critic" and not has_critic:
-        raise UserError(
-            "config.evaluate.rank_by='critic': there is no critic; set config.critic.path, or "
-            "config.model.path to the work directory or a checkpoint of a run with one"
-        )
     mesh = meshes.make_mesh(config.mesh)
     with jax.set_mesh(mesh), compilation.count_compilations() as compiled:
         run = build_run(config, workdir, mesh, console.print_on_main, trains=False)
@@ -62,11 +53,9 @@ def evaluate_model(config: Config, workdir: Path) -> dict[str, Any]:
             run.rules.running(),
             Reporter(run, workdir, Progress(), compiled) as reporter,
         ):
-            rank_by = config.evaluate.rank_by
-            roles = ("actor", "critic") if rank_by == "critic" else ("actor",)
-            state = load_models(run, checkpoint, roles)
+            state = load_models(run, checkpoint, ("actor",))
             step = int(state.step)
-            evaluation = evaluate_policy(run, state, rank_by=rank_by)
+            evaluation = evaluate_policy(run, state)
             subject = checkpoint or config.model.lora.path or config.model.path
             reporter.report_evaluation(step, evaluation, subject=str(subject))
             return reporter.write_summary(step, mesh)

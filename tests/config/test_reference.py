@@ -92,7 +92,7 @@ def test_the_terminals_list_has_unit_and_values_of_each_option_in_100_columns(ca
 @pytest.mark.parametrize(
     ("command", "listed", "left_out"),
     [
-        ("train", "actor.clip_ratio reward.function trainer.save_freq", "evaluate.rank_by"),
+        ("train", "actor.clip_ratio reward.function trainer.save_freq", "score.format"),
         (
             "critic",
             "critic.optim.lr score.file actor.ppo_epochs rollout.n",
@@ -100,8 +100,8 @@ def test_the_terminals_list_has_unit_and_values_of_each_option_in_100_columns(ca
         ),
         (
             "evaluate",
-            "evaluate.rank_by rollout.val_kwargs.n data.val_files critic.path",
-            "score.file actor.clip_ratio rollout.keep trainer.save_freq data.train_files",
+            "reward.model_path rollout.val_kwargs.n data.val_files",
+            "critic.path score.file actor.clip_ratio rollout.keep trainer.save_freq data.train_files",
         ),
         (
             "score",

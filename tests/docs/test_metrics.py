@@ -38,7 +38,7 @@ def evaluation_figures() -> set[str]:
     for correct in (scores, np.full((2, 2), np.nan)):
         answers = np.full((2, 2), "1", object)
         figures |= evaluation_statistics.describe_prompts(
-            scores, correct, answers, ["one", "one"], ranks_PxN=scores
+            scores, correct, answers, ["one", "one"]
         ).keys()
     tokens = np.arange(10.0)
     critic = critic_quality.describe_critic(

@@ -13,7 +13,6 @@ from jax_ppo.run.evaluation_statistics import (
     describe_prompts,
     majority_at_k,
     pass_at_k,
-    ranked_first_of_k,
     subset_sizes,
 )
 
@@ -102,37 +101,3 @@ def test_sources_are_described_apart():
     assert (figures["math/accuracy"], figures["math/worst@2"]) == (0.25, 0.5)
     assert figures["story/reward_mean"] == 5 and "story/accuracy" not in figures
     assert "story/reward_mean_low" in figures
-
-
-def test_the_response_that_ranks_first_by_hand():
-    """Of ranks 3, 1, 2 the pairs {0, 1} and {0, 2} choose the first, {1, 2} the third."""
-    correct = np.array([[0.0, 1.0, 1.0]])
-    ranks = np.array([[3.0, 1.0, 2.0]])
-    assert ranked_first_of_k(correct, ranks, 1) == pytest.approx(2 / 3)
-    assert ranked_first_of_k(correct, ranks, 2) == pytest.approx(1 / 3)
-    assert ranked_first_of_k(correct, ranks, 3) == 0
-
-
-def test_equal_ranks_choose_by_chance():
-    correct = np.array([[1.0, 0.0, 0.0, 1.0]])
-    for k in (1, 2, 3, 4):
-        assert ranked_first_of_k(correct, np.zeros((1, 4)), k) == pytest.approx(0.5)
-    # Two of the three that rank first of all are right, in any order.
-    tied = np.array([[2.0, 1.0, 2.0, 2.0]])
-    assert ranked_first_of_k(correct, tied, 4) == pytest.approx(2 / 3)
-
-
-def test_ranking_by_the_score_itself_reaches_the_best():
-    r = np.random.default_rng(0)
-    scores = r.normal(size=(5, 6))
-    for k in (2, 4, 6):
-        np.testing.assert_allclose(ranked_first_of_k(scores, scores, k), best_of_k(scores, k))
-
-
-def test_ranked_figures_stand_beside_the_others_by_source_too():
-    scores = np.array([[1.0, 0.0], [0.0, 1.0]])
-    figures = describe_prompts(
-        scores, scores, np.full((2, 2), None), ["a", "b"], ranks_PxN=np.array([[1.0, 0], [1, 0]])
-    )
-    assert figures["ranked@2"] == figures["ranked_reward@2"] == 0.5
-    assert (figures["a/ranked@2"], figures["b/ranked@2"]) == (1.0, 0.0)

@@ -6,7 +6,6 @@ import json
 import pytest
 
 import tiny
-from jax_ppo.config import loading
 from jax_ppo.errors import UserError
 from jax_ppo.run import evaluation, standalone_evaluation, token_scores
 from jax_ppo.run.standalone_evaluation import evaluate_model
@@ -67,7 +66,7 @@ def test_a_model_in_a_folder_called_checkpoints_is_no_checkpoint_of_a_run(tmp_pa
 
 @pytest.mark.parametrize(("revision", "base"), [(None, "/models/base"), ("v2", "/models/base@v2")])
 def test_exported_adapters_of_a_critic_are_read_on_their_base(revision, base, tmp_path):
-    """Regression: a run with adapters could not be scored or ranked by the critic it exported."""
+    """Regression: a run with adapters could not be scored by the critic it exported."""
     described = {"base_model_name_or_path": "/models/base", "revision": revision}
     for name in ("adapter", "critic"):
         (tmp_path / name).mkdir()
@@ -101,35 +100,3 @@ def test_a_reward_function_that_fails_on_everything_gives_no_figures():
     evaluation.require_scores(failing)
     with pytest.raises(UserError, match="failed on all 3 responses.* row 0 of the batch:\nTrace"):
         evaluation.require_scores(dataclasses.replace(failing, failures=3))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rollout.val_kwargs.n": 1}, "config.rollout.val_kwargs.n=1; set it to 2 or more"),
-        ({"rollout.val_kwargs.temperature": 0.0}, "temperature=0 gives equal responses"),
-        ({"algorithm.adv_estimator": "reinforce_plus_plus"}, "there is no critic .*expected 'gae'"),
-        ({"algorithm.adv_estimator": "turn_gae"}, "values only where turns start; expected 'gae'"),
-        ({"evaluate.rank_by": "reward_model"}, "there is no reward model; set config.reward.mod"),
-        ({"evaluate.rank_by": "critics"}, "expected one of .*Did you mean 'critic'"),
-    ],
-)
-def test_a_ranking_needs_responses_and_what_ranks_them(options, message):
-    values = loading.read_config_file("arithmetic")
-    ranked = {
-        "evaluate.rank_by": "critic",
-        "rollout.val_kwargs.n": 4,
-        "rollout.val_kwargs.temperature": 1.0,
-    }
-    for name, value in {**ranked, **options}.items():
-        values.update_from_flattened_dict({name: value})
-    with pytest.raises(UserError, match=message):
-        loading.from_config_dict(values, "evaluate")
-
-
-def test_a_ranking_by_the_critic_needs_a_critic(tmp_path):
-    config = tiny.config(
-        evaluate__rank_by="critic", data__val_files="arithmetic:4:heldout", model__path="model"
-    )
-    with pytest.raises(UserError, match="rank_by='critic': there is no critic; set config.critic"):
-        evaluate_model(config, tmp_path)
