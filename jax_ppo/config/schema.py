@@ -698,17 +698,6 @@ class Sampling:
 
 
 @dataclasses.dataclass(frozen=True)
-class EvaluationSampling(Sampling):
-    """Sampling for evaluations."""
-
-    and_greedy: bool = option(False,
-        "also evaluate one greedy response per prompt: eval/greedy/NAME",
-        rules=(OptionRule(lambda c: c.rollout.val_kwargs.temperature > 0,
-            "`rollout.val_kwargs.temperature` is more than 0: evaluations are not greedy "
-            "already"),))
-
-
-@dataclasses.dataclass(frozen=True)
 class RolloutMesh:
     """The mesh for decoding, over the devices of `mesh`, or over others.
 
@@ -973,7 +962,7 @@ class RolloutOptions(Sampling):
         choices=("spread", "best"), read_by=PPO, rules=(is_set("rollout.keep"),))
     multi_turn: MultiTurn = section(MultiTurn)
     mesh: RolloutMesh = section(RolloutMesh)
-    val_kwargs: EvaluationSampling = section(EvaluationSampling)
+    val_kwargs: Sampling = section(Sampling)
 
     @property
     def filters_tokens(self) -> bool:

@@ -84,7 +84,7 @@ def to_json_value(value: Any) -> Any:
 def write_samples(workdir: Path, kind: str, step: int, records: list[dict[str, Any]]) -> None:
     """Write the samples of a step; a resumed run replaces the file of a step that it repeats.
 
-    `kind` is "training", "evaluation" or "evaluation_greedy". NaN and infinities become null.
+    `kind` is "training" or "evaluation". NaN and infinities become null.
     """
     folder = workdir / SAMPLES_FOLDER
     folder.mkdir(exist_ok=True)

@@ -49,7 +49,7 @@ class RunSamples:
     def add(self, kind: str, step: int, records: Sequence[dict[str, Any]]) -> None:
         """Show records of responses; of training, scores and lengths are distributions, too.
 
-        `kind` is "training", "evaluation" or "evaluation_greedy".
+        `kind` is "training" or "evaluation".
         """
         if not records:
             return

@@ -19,7 +19,6 @@ from jax_ppo.run.parts import PPORun
 from jax_ppo.run.sample_records import describe_samples
 from jax_ppo.runtime import heartbeat, placement
 from jax_ppo.runtime.devices import release_freed_memory
-from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Rollout, with_nan
@@ -42,8 +41,6 @@ class Evaluation:
     # All responses, those to a prompt one after the other: see `sample_records`.
     records: list[dict[str, Any]]
     responses_per_prompt: int
-    # The same of one greedy response per prompt; `None` unless that was asked for.
-    greedy: "Evaluation | None" = None
     # Responses that the rule failed on: they have the fallback score, and the accuracy does not
     # count them.
     failures: int = 0
@@ -62,46 +59,29 @@ def evaluate_policy(
 ) -> Evaluation:
     """Evaluate the policy on the held-out prompts, sampled as `rollout.val_kwargs` says.
 
-    With `rollout.val_kwargs.and_greedy`, the prompts are then answered greedily, too. The random
-    draws are the same at every step, so that only the policy makes a difference. `before_batch` is
-    called before each batch; it may raise an exception to end the evaluation.
+    The random draws are the same at every step, so that only the policy makes a difference.
+    `before_batch` is called before each batch; it may raise an exception to end the evaluation.
 
     Raises:
       EvaluationFailed: the reward function failed on every response.
     """
-    sampling = run.held_out_sampling
-    options = run.config.rollout.val_kwargs
     release_freed_memory(state)
     run.engine.update_weights(run.policy_params(state))
     try:
-        evaluation = _evaluate_sampled(run, state, sampling, before_batch)
-        if not options.and_greedy or sampling.temperature == 0:
-            return evaluation
-        greedy = dataclasses.replace(sampling, temperature=0.0, n=1)
-        return dataclasses.replace(
-            evaluation, greedy=_evaluate_sampled(run, state, greedy, before_batch)
-        )
+        return _evaluate_held_weights(run, state, before_batch)
     finally:
         run.engine.release_weights()
 
 
-def _evaluate_sampled(
-    run: PPORun,
-    state: TrainState,
-    sampling: SamplingOptions,
-    before_batch: Callable[[], None],
+def _evaluate_held_weights(
+    run: PPORun, state: TrainState, before_batch: Callable[[], None]
 ) -> Evaluation:
-    """Evaluate the weights that the engine holds; `sampling` says how responses are drawn."""
+    """Evaluate the weights that the engine holds."""
     rewards_of_batches: list[RuleRewards] = []
     predictions: list[critic_quality.Predictions] = []
     forward = run.step_options.forward
     has_critic = forward.values and (state.critic is not None or forward.shared_trunk)
-    # Once per evaluation: not again for its greedy pass.
-    measures_critic = (
-        has_critic
-        and sampling is run.held_out_sampling
-        and critic_quality.knows_unit_of_rewards(state.control)
-    )
+    measures_critic = has_critic and critic_quality.knows_unit_of_rewards(state.control)
     key = run.sample_keys(Stream.EVALUATION, 0)
     address = {"seed": run.config.seed, "stream": "evaluation", "step": 0}
 
@@ -110,7 +90,8 @@ def _evaluate_sampled(
     ) -> tuple[Rollout, np.ndarray, np.ndarray, list[dict[str, Any]]]:
         before_batch()
         activity.update(f"batch {len(rewards_of_batches) + 1}")
-        rollout = run.engine.generate(run.place_prompts(batch.prompts), key, sampling, first)
+        prompts = run.place_prompts(batch.prompts)
+        rollout = run.engine.generate(prompts, key, run.held_out_sampling, first)
         rule_rewards = run.rules.score(batch, rollout)
         rewards_of_batches.append(rule_rewards)
         # Whole responses: with the reward model's scores, without rewards within the responses.

@@ -40,12 +40,10 @@ COLUMNS = (
 PANELS = (
     Panel("reward", "score", {
         "mean": "reward/mean",
-        "evaluation": "eval/reward_mean",
-        "greedy evaluation": "eval/greedy/reward_mean"}),
+        "evaluation": "eval/reward_mean"}),
     Panel("accuracy", "share of responses", {
         "training": "reward/accuracy",
-        "evaluation": "eval/accuracy",
-        "greedy evaluation": "eval/greedy/accuracy"}),
+        "evaluation": "eval/accuracy"}),
     Panel("KL to the reference", "nats per token", {"KL": "kl/reference"}),
     Panel("KL to the teacher", "nats per token", {
         "sampled tokens": "teacher/kl", "vocabulary": "actor/teacher_kl"}),
@@ -210,21 +208,15 @@ class Reporter(journal.Journal):
         )
         shown, means = _describe_evaluation(evaluation)
         self.write_samples("evaluation", completed_steps, evaluation.records)
-        if evaluation.greedy is not None:
-            shown_greedy, greedy_means = _describe_evaluation(evaluation.greedy)
-            shown += f"; greedy: {shown_greedy}"
-            means |= {f"greedy/{name}": value for name, value in greedy_means.items()}
-            self.write_samples("evaluation_greedy", completed_steps, evaluation.greedy.records)
         if samples := evaluation.samples(self._run.config.trainer.log_samples):
             shown += "\n" + console.format_sample_table(samples)
-        for part in filter(None, (evaluation, evaluation.greedy)):
-            if part.failures:
-                self.warn(
-                    f"{title}: the reward function failed on "
-                    f"{part.failures} of {part.scored} responses, which have "
-                    "config.reward.fallback_score and no part in the accuracy",
-                    kind="failures in evaluations",
-                )
+        if evaluation.failures:
+            self.warn(
+                f"{title}: the reward function failed on "
+                f"{evaluation.failures} of {evaluation.scored} responses, which have "
+                "config.reward.fallback_score and no part in the accuracy",
+                kind="failures in evaluations",
+            )
         self.write_evaluation(completed_steps, means, shown, title)
         if evaluation.accuracy == 0:
             wrong = (record for record in evaluation.records if record["correct"] is False)

@@ -315,28 +315,6 @@ def test_samples_are_written_of_the_first_step_and_every_nth(
         assert writer._logs_samples(step) is is_logged
 
 
-def test_greedy_figures_stand_beside_the_sampled_ones(tmp_path, capsys):
-    def make_evaluation(accuracy, greedy=None):
-        return Evaluation(
-            accuracy=accuracy,
-            reward_mean=accuracy,
-            length_mean=4.0,
-            figures={"accuracy_low": 0.0},
-            records=[],
-            responses_per_prompt=1,
-            greedy=greedy,
-        )
-
-    run = types.SimpleNamespace(config=tiny.config(), total_steps=1)
-    with reporter.Reporter(run, tmp_path, Progress(), Compilations()) as writer:
-        greedy = make_evaluation(0.75)
-        writer.report_evaluation(0, make_evaluation(0.25, greedy=greedy))
-    (row,) = read_metrics_csv(tmp_path / "training_metrics.csv")
-    assert (row["eval/accuracy"], row["eval/greedy/accuracy"]) == ("0.25", "0.75")
-    assert row["eval/greedy/accuracy_low"] == "0.0"
-    assert "accuracy 0.250, reward 0.250; greedy: accuracy 0.750" in capsys.readouterr().out
-
-
 def test_only_the_main_process_reads_logged_samples(tmp_path, monkeypatch):
     """The main process deletes records of later steps, perhaps while others start."""
     monkeypatch.setattr(journal.distributed, "is_main", lambda: False)

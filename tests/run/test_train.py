@@ -267,38 +267,6 @@ def test_an_evaluation_by_itself_gives_the_figures_of_the_run(model, files, undi
 
 
 @pytest.mark.slow
-def test_an_evaluation_reports_sampled_and_greedy_responses(files, tmp_path, capsys):
-    """Greedy figures equal a greedy evaluation's; sampled ones come from other responses."""
-
-    def evaluate(name, **sampling):
-        options = {f"rollout.val_kwargs.{option}": value for option, value in sampling.items()}
-        options |= {"model.path": f"{files}/llama", "trainer.compilation_cache": "off"}
-        config = loading.load_config(f"{files}/config.py", options)
-        (figures,) = standalone_evaluation.evaluate_model(config, tmp_path / name)["evaluations"]
-        responses = {
-            kind: [record["response"] for record in records]
-            for kind, _, records in read_samples(tmp_path / name)
-        }
-        return figures, responses
-
-    both, responses = evaluate("both", temperature=1.0, n=2, and_greedy=True)
-    assert f"evaluation of {files}/llama: " in capsys.readouterr().out
-    greedy, greedy_responses = evaluate("greedy", temperature=0.0, and_greedy=True)
-    figures_of_greedy = {
-        name.removeprefix("greedy/"): value
-        for name, value in both.items()
-        if name.startswith("greedy/")
-    }
-    assert figures_of_greedy == {name: greedy[name] for name in greedy if name != "step"}
-    assert "best@2" in both and "greedy/best@2" not in both
-    assert responses.keys() == {"evaluation", "evaluation_greedy"}
-    assert len(responses["evaluation"]) == 24
-    # What is greedy already is not done twice.
-    assert greedy_responses == {"evaluation": responses["evaluation_greedy"]}
-    assert responses["evaluation"][::2] != responses["evaluation_greedy"]
-
-
-@pytest.mark.slow
 def test_killed_and_resumed_is_bit_equal(files, undisturbed, tmp_path):
     killed, resumed = interrupt_and_resume(files, tmp_path / "run", IN_STEP_6, signal.SIGKILL)
     assert killed.returncode == -signal.SIGKILL and "resuming after step 4" in resumed.stdout
