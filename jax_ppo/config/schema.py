@@ -1265,9 +1265,6 @@ class Trainer:
     show_first_step: bool = option(False,
         "print the shapes and masks of the first step and one sample token by token",
         read_by=PPO)
-    log_optimizer_steps: bool = option(False,
-        "write the metrics of each optimizer step to WORKDIR/optimizer_steps_ROLE.csv",
-        read_by=PPO)
     log_rollouts_freq: int = option(10,
         "steps between those whose responses go to WORKDIR/rollouts and report.html, besides the "
         "first; 0: never",

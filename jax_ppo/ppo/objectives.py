@@ -77,7 +77,6 @@ class UpdateOptions:
     # scale.
     loss_scale: float
     rounding_seed: int  # the run's seed if either role rounds to bfloat16, else 0
-    logs_optimizer_steps: bool  # see `Learner`
     is_exact: bool = False  # whether to count log-probs whose bits differ from the rollout's
 
     @classmethod
@@ -96,7 +95,6 @@ class UpdateOptions:
             warmup_steps=config.trainer.critic_warmup,
             loss_scale=actor.loss_scale_factor or config.data.max_response_length,
             rounding_seed=rounding_seed(actor.optim, seed) or rounding_seed(critic.optim, seed),
-            logs_optimizer_steps=config.trainer.log_optimizer_steps,
             is_exact=config.rollout.exact,
         )
 

@@ -78,9 +78,8 @@ def update_state(
 
     Returns:
       The new state, and metrics: scalars on the mesh, reduced over a role's optimizer steps as
-      `learner.Metric` states; NaN if no optimizer step had tokens to learn from. Values of each
-      optimizer step, if logged, are arrays [U] under `learner.OPTIMIZER_STEPS` + ROLE/NAME. While
-      only the critic learns (`trainer.critic_warmup`), the actor's metrics are computed, too.
+      `learner.Metric` states; NaN if no optimizer step had tokens to learn from. While only
+      the critic learns (`trainer.critic_warmup`), the actor's metrics are computed, too.
     """
     arguments = update_arguments(setup, state, experience, batches)
     trained: dict[str, Trained] = {}
@@ -226,7 +225,6 @@ def actor_learner(
         grad_clip=actor.grad_clip,
         early_stop=early_stop,
         rounding_seed=rounding_seed(actor.optim, options.rounding_seed),
-        logs_optimizer_steps=options.logs_optimizer_steps,
     )
 
 
@@ -248,5 +246,4 @@ def critic_learner(
         optim=critic.optim,
         grad_clip=critic.grad_clip,
         rounding_seed=rounding_seed(critic.optim, options.rounding_seed),
-        logs_optimizer_steps=options.logs_optimizer_steps,
     )

@@ -1,6 +1,5 @@
 """Reports of a PPO run: metrics of each step, warnings, evaluations and summary."""
 
-import collections
 import dataclasses
 import functools
 from collections.abc import Mapping
@@ -14,14 +13,13 @@ from jax_ppo.ppo.rewarding import RuleRewards, policy_text
 from jax_ppo.ppo.step import StepResult
 from jax_ppo.reporting import console, journal
 from jax_ppo.reporting.curves import Panel
-from jax_ppo.reporting.sinks import CurveFile, read_metrics_csv
+from jax_ppo.reporting.sinks import read_metrics_csv
 from jax_ppo.rewards.batch import Miss, describe_misses
 from jax_ppo.run.diagnostics import Diagnosis, nothing_is_left
 from jax_ppo.run.evaluation import Evaluation
 from jax_ppo.run.parts import PPORun
 from jax_ppo.run.sample_records import describe_step, format_first_step
-from jax_ppo.runtime import compilation, distributed
-from jax_ppo.training.learner import OPTIMIZER_STEPS
+from jax_ppo.runtime import compilation
 from jax_ppo.training.progress import Progress
 from jax_ppo.types import with_nan
 
@@ -85,7 +83,6 @@ class Reporter(journal.Journal):
         rows = read_metrics_csv(workdir / "training_metrics.csv")  # of a run that is resumed
         first_kls = [float(row["kl/reference"]) for row in rows if row.get("kl/reference")]
         self._diagnosis = Diagnosis(run.config, run.total_steps, next(iter(first_kls), None))
-        self._optimizer_step_files: dict[str, CurveFile] = {}
 
     def report_later(
         self,
@@ -134,8 +131,6 @@ class Reporter(journal.Journal):
         # Fetching waits for the update, so this is the time that the host lost to it.
         with self.phase("update"):
             fetched = jax.device_get(on_mesh)
-        names = [name for name in fetched if name.startswith(OPTIMIZER_STEPS)]
-        self._write_optimizer_steps(step, {name: fetched.pop(name) for name in names})
         metrics = {name: float(with_nan(value)) for name, value in fetched.items()}
         # Totals over the roles that are trained; a shared trunk has no `critic/skipped`.
         for name in ("loss", "skipped"):
@@ -171,30 +166,6 @@ class Reporter(journal.Journal):
                 self.write_samples("training", completed_steps, records)
             if self._shows_samples(step):
                 self._bar.print_line(format_first_step(samples, records[0]))
-
-    def _write_optimizer_steps(self, step: int, values: dict[str, np.ndarray]) -> None:
-        """Write the metrics of a step's optimizer steps, if they are logged.
-
-        Values are float32 [U] by optimizer_steps/ROLE/NAME, `NOTHING` of a step without
-        tokens to learn from; the optimizer steps of a run are numbered from 1.
-        """
-        if not distributed.is_main():
-            return
-        by_role = collections.defaultdict[str, dict[str, np.ndarray]](dict)
-        for full_name, value in values.items():
-            _, role, name = full_name.split("/", maxsplit=2)
-            by_role[role][name] = value
-        for role, metrics_U in by_role.items():
-            U = len(next(iter(metrics_U.values())))
-            if role not in self._optimizer_step_files:
-                path = self._workdir / f"optimizer_steps_{role}.csv"
-                self._optimizer_step_files[role] = CurveFile(path, steps_done=step * U)
-            for u in range(U):
-                row = {name: float(with_nan(value[u])) for name, value in metrics_U.items()}
-                finite = {name: value for name, value in row.items() if not np.isnan(value)}
-                self._optimizer_step_files[role].write(
-                    step * U + u + 1, {"training_step": step + 1, **finite}
-                )
 
     def report_evaluation(
         self, completed_steps: int, evaluation: Evaluation, subject: str = ""

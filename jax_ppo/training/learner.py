@@ -36,9 +36,6 @@ LossAndMetrics = tuple[Float32[Array, ""], Metrics]
 # Parameters, optimizer state, and whether the metric of the early stop is still within its limit.
 Carry = tuple[Params, optax.OptState, jax.Array]
 
-# Begins the names of metrics that have a value for each optimizer step; the role's name follows.
-OPTIMIZER_STEPS = "optimizer_steps/"
-
 
 class Metric(enum.Enum):
     """Reduction of a metric: over the rows of a mini-batch, then over optimizer steps.
@@ -129,8 +126,6 @@ class Learner:
     prefix: str = ""  # begins the names of the metrics that the learner adds
     early_stop: EarlyStop | None = None  # `None` takes all steps
     rounding_seed: int = 0  # of the stochastic rounding of what is stored in bfloat16
-    # Return the metrics of each optimizer step besides the reduced ones.
-    logs_optimizer_steps: bool = False
 
     def scan_mini_batches(
         self,
@@ -178,11 +173,6 @@ class Learner:
         }
         if self.early_stop is not None:
             metrics[f"{self.prefix}steps_taken"] = jnp.sum(taken_U)
-        if self.logs_optimizer_steps:
-            metrics |= {
-                f"{OPTIMIZER_STEPS}{self.prefix}{name}": jnp.where(was_run_U, values_U, NOTHING)
-                for name, values_U in metrics_U.items()
-            }
         # Without the constraint, the compiler may split arrays that TRAIN_RULES replicates, and the
         # next call would compile another program for this layout.
         new_params, new_optimizer = constrain_tree(tuple(trained))

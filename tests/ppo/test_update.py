@@ -871,14 +871,6 @@ def test_target_kl_stops_the_actor_and_not_the_critic():
     )
 
 
-def test_each_optimizer_step_has_metrics_whose_mean_is_logged():
-    config = tiny.config(trainer__log_optimizer_steps=True)
-    _, _, metrics = run_update(config, tiny.make_mesh(), HALVES + HALVES, 2)
-    for name in ("actor/loss", "actor/grad_norm", "critic/loss", "critic/clip_fraction"):
-        values = metrics[f"optimizer_steps/{name.partition('/')[0]}/{name}"]
-        assert values.shape == (4,) and np.mean(values) == pytest.approx(metrics[name], rel=1e-5)
-
-
 @pytest.mark.slow
 def test_after_the_stop_nothing_is_learned():
     """Later mini-batches are not learned even if the policy looks close to the old one again."""

@@ -57,23 +57,6 @@ def test_no_figure_of_a_rule_replaces_the_count_of_its_failures(tmp_path):
     assert row["reward/rule_failures"] == "2.0"
 
 
-def test_optimizer_steps_have_rows_in_a_file_of_their_role(tmp_path):
-    def steps(*losses):
-        return {"optimizer_steps/actor/actor/loss": np.array(losses)}
-
-    report_steps(tmp_path, [steps(1.0, 2.0), steps(3.0, NOTHING)])
-    rows = read_metrics_csv(tmp_path / "optimizer_steps_actor.csv")
-    columns = ("step", "training_step", "actor/loss")
-    assert [[row[name] for name in columns] for row in rows] == [
-        ["1", "1.0", "1.0"],
-        ["2", "1.0", "2.0"],
-        ["3", "2.0", "3.0"],
-        ["4", "2.0", ""],
-    ]
-    assert len(read_metrics_csv(tmp_path / "training_metrics.csv")) == 2
-    assert not (tmp_path / "optimizer_steps_critic.csv").exists()
-
-
 @pytest.mark.parametrize(
     ("option", "figure", "bad", "quantity"),
     [
