@@ -1262,9 +1262,6 @@ class Trainer:
         unit="steps", at_least=1)
     log_samples: int = option(2, "responses shown at each evaluation",
         unit="responses", at_least=0, read_by=SAMPLING)
-    show_first_step: bool = option(False,
-        "print the shapes and masks of the first step and one sample token by token",
-        read_by=PPO)
     log_rollouts_freq: int = option(10,
         "steps between those whose responses go to WORKDIR/rollouts and report.html, besides the "
         "first; 0: never",

@@ -18,7 +18,7 @@ from jax_ppo.rewards.batch import Miss, describe_misses
 from jax_ppo.run.diagnostics import Diagnosis, nothing_is_left
 from jax_ppo.run.evaluation import Evaluation
 from jax_ppo.run.parts import PPORun
-from jax_ppo.run.sample_records import describe_step, format_first_step
+from jax_ppo.run.sample_records import describe_step
 from jax_ppo.runtime import compilation
 from jax_ppo.training.progress import Progress
 from jax_ppo.types import with_nan
@@ -100,7 +100,7 @@ class Reporter(journal.Journal):
         """
         # The rule may report a figure of that name, too.
         rule_metrics = {**rule_rewards.extra, "reward/rule_failures": rule_rewards.failures}
-        if not (self._logs_samples(step) or self._shows_samples(step)):
+        if not self._logs_samples(step):
             samples = None
         on_host = {**rule_metrics, **(on_host or {})}
         misses = rule_rewards.misses
@@ -113,10 +113,6 @@ class Reporter(journal.Journal):
         trainer = self._run.config.trainer
         frequency = trainer.log_rollouts and trainer.log_rollouts_freq
         return bool(frequency) and (step == 0 or (step + 1) % frequency == 0)
-
-    def _shows_samples(self, step: int) -> bool:
-        """Return whether a step, numbered from 0, is shown token by token."""
-        return step == 0 and self._run.config.trainer.show_first_step
 
     def _write_pending(
         self,
@@ -160,12 +156,9 @@ class Reporter(journal.Journal):
             self.warn(f"step {completed_steps}, {kind}: {message}", kind)
         if samples is not None:
             address = {"seed": config.seed, "stream": "training", "step": step}
-            count = max(config.trainer.log_rollouts, 1)
+            count = config.trainer.log_rollouts
             records = describe_step(samples, count, self._run.tokenizer, address)
-            if self._logs_samples(step):
-                self.write_samples("training", completed_steps, records)
-            if self._shows_samples(step):
-                self._bar.print_line(format_first_step(samples, records[0]))
+            self.write_samples("training", completed_steps, records)
 
     def report_evaluation(
         self, completed_steps: int, evaluation: Evaluation, subject: str = ""

@@ -3,20 +3,15 @@
 from collections.abc import Iterable
 from typing import Any
 
-import jax
 import numpy as np
 
 from jax_ppo.data.messages import join_contents
 from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.data.tokenizer import decode_continuation, decode_tokens
-from jax_ppo.errors import printable_lines
 from jax_ppo.ppo.rewarding import RuleRewards
 from jax_ppo.ppo.step import StepResult
-from jax_ppo.reporting.html_report import TOKEN_FIGURES
 from jax_ppo.runtime import placement
 from jax_ppo.types import Rollout, with_nan
-
-_WIDTH = 16  # characters of a column of the table of tokens
 
 
 def describe_step(
@@ -122,33 +117,3 @@ def _rounded(values: np.ndarray) -> Any:
     """Return float32 values as numbers with six significant digits, a float's precision."""
     rounded = [float(f"{value:.6g}") for value in np.ravel(values).tolist()]
     return rounded if np.ndim(values) else rounded[0]
-
-
-def format_first_step(samples: StepResult, record: dict[str, Any]) -> str:
-    """Return a table of the arrays of a step, and one of the tokens of a sample.
-
-    Every process must call it: arrays are exchanged.
-    """
-    arrays = {"rollout": samples.sampled.rollout, "experience": samples.experience}
-    lines = ["arrays of the step:"]
-    for path, leaf in jax.tree_util.tree_leaves_with_path(arrays):
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        note = ""
-        if leaf.dtype == bool:  # masks, and which responses were cut off
-            note = f"  {int(placement.to_host(leaf).sum())} of {leaf.size} true"
-        lines.append(f"  {name:40} {leaf.dtype}{list(leaf.shape)}{note}")
-    tokens = record["tokens"]
-    names = ("response_ids", "action_mask", *TOKEN_FIGURES)
-    columns = {name: record[name] for name in names if name in record}
-    lines += [
-        f"sample {record['address']['sample']}: score {record['score']}, ground truth "
-        f"{record['ground_truth']!r}, answer {record['answer']!r}, prompt:",
-        *(f"  {line}" for line in printable_lines(record["prompt"]).splitlines()),
-        "tokens of its response:",
-        "  " + " ".join([f"{'token':{_WIDTH}}", *(f"{name:>{_WIDTH}}" for name in columns)]),
-    ]
-    for row, token in enumerate(tokens):
-        cells = [f"{values[row]:>{_WIDTH}.6g}" for values in columns.values()]
-        shown = printable_lines(repr(token)[1:-1])[:_WIDTH]
-        lines.append("  " + " ".join([f"{shown:{_WIDTH}}", *cells]))
-    return "\n".join(line.rstrip() for line in lines)

@@ -361,7 +361,7 @@ def test_overrides_and_argument(config_file):
             "--config.rollout.n=2",
             "--config.actor.clip_ratio_high=0.28",
             "--noconfig.data.shuffle",
-            "--config.trainer.show_first_step",
+            "--config.algorithm.whiten_rewards",
         ]
     )
     assert (
@@ -369,7 +369,7 @@ def test_overrides_and_argument(config_file):
         and options.rollout.n == 2
         and options.actor.clip_ratio_high == 0.28
     )
-    assert options.data.shuffle is False and options.trainer.show_first_step is True
+    assert options.data.shuffle is False and options.algorithm.whiten_rewards is True
     assert str(workdir) == "output/named"
     arguments = ["train", f"--config={config_file}", "--workdir", "here"]
     assert str(command_line.read_command_line(arguments)[1]) == "here"

@@ -67,7 +67,6 @@ def get_config(arg=None):
     config.trainer.test_freq = 4
     config.trainer.log_rollouts_freq = 3
     config.trainer.critic_warmup = 1
-    config.trainer.show_first_step = True
     return config
 """
 REWARD = '''
@@ -229,9 +228,6 @@ def test_a_run_writes_what_it_should(watched):
     for record in logged["training", 6]:
         assert len(record["advantages"]) == len(record["kl"]) == len(record["response_ids"]) > 0
     assert "step 8/8" in output and "ppo_epochs=2" in output
-    assert re.search(r"\n +experience.advantages +float32\[\d+, \d+\]\n", output)
-    first = logged["training", 1][0]
-    assert f"{first['advantages'][0]:>16.6g} {first['kl'][0]:>16.6g}" in output
 
 
 @pytest.mark.parametrize(
