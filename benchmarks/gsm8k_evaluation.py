@@ -99,7 +99,7 @@ def ours_command(args: argparse.Namespace, workdir: Path) -> list[str]:
         f"--config.data.val_files={args.data / 'test.jsonl'}",
         f"--config.data.val_max_samples={args.questions}",
         f"--config.data.max_response_length={args.response}",
-        "--config.reward.gsm8k_method=flexible",
+        "--config.reward.terms=gsm8k[flexible]:1",
     ]
 
 

@@ -1000,9 +1000,6 @@ class Reward:
     url_retries: int = option(3,
         "retries of a call that failed or was refused by the server (429, 5xx)",
         at_least=0, rules=(HAS_REWARD_URL,))
-    gsm8k_method: str = option("strict",
-        "which number is the answer: strict, the one after `####`; flexible, the last one",
-        choices=("strict", "flexible"))
     fallback_score: float = option(0.0,
         "score of a sample whose rule raised an error or ran out of time")
     workers: int | None = option(None,

@@ -5,7 +5,6 @@ A reward function takes a RewardRow and the text of a response and returns a Rew
 wraps a user-defined one, or adds up the terms of `reward.terms`.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -48,7 +47,7 @@ def resolve_reward_function(
     if judge is not None and not options.function:
         return judge.reward_function()
     if not options.function:
-        return functools.partial(_apply_built_in_rule, gsm8k_method=options.gsm8k_method)
+        return _apply_built_in_rule
     return _load_function(options.function, "reward.function")
 
 
@@ -76,7 +75,7 @@ def _load_function(function: str, option: str) -> RewardFunction | BatchFunction
 def _add_terms(options: Reward, judge: Judge | None) -> RewardFunction:
     """Return the sum of the terms; each term's score is reported by its name."""
     functions = [
-        (term, _resolve_term(term, options.gsm8k_method, judge))
+        (term, _resolve_term(term, judge))
         for term in parse_terms(options.terms)
         if term.rule != MODEL
     ]
@@ -110,12 +109,12 @@ def _add_terms(options: Reward, judge: Judge | None) -> RewardFunction:
     return score
 
 
-def _resolve_term(term: Term, gsm8k_method: str, judge: Judge | None) -> RewardFunction:
+def _resolve_term(term: Term, judge: Judge | None) -> RewardFunction:
     if term.rule == JUDGE:
         assert judge is not None, "`model_weight` rejects the term without an address"
         return judge.reward_function()
     if term.rule == AUTO:
-        return functools.partial(_apply_built_in_rule, gsm8k_method=gsm8k_method)
+        return _apply_built_in_rule
     if ":" in term.rule:
         function = _load_function(term.rule, "reward.terms")
         if isinstance(function, BatchFunction):
@@ -130,9 +129,8 @@ def _resolve_term(term: Term, gsm8k_method: str, judge: Judge | None) -> RewardF
             f"config.reward.terms: there is no rule {term.rule!r}; expected {', '.join(known)} or "
             f"module:function.{did_you_mean(term.rule, known)}"
         )
-    argument = term.argument or (gsm8k_method if term.rule == "gsm8k" else "")
     try:
-        return RULES[term.rule].bind(argument)
+        return RULES[term.rule].bind(term.argument)
     except ValueError as error:
         raise UserError(f"config.reward.terms: {term.rule}[{term.argument}]: {error}") from error
 
@@ -191,10 +189,10 @@ def needs_workers(examples: Sequence["Example"], options: Reward) -> bool:
     return any(rule.is_isolated for rule in built_in_rules if rule is not None)
 
 
-def _apply_built_in_rule(row: RewardRow, response: str, gsm8k_method: str) -> RewardResult:
+def _apply_built_in_rule(row: RewardRow, response: str) -> RewardResult:
     name = rule_of_source(row.data_source)
     if name is None:
         raise UserError(
             f"data_source={row.data_source!r} has no built-in rule; expected one of {SOURCES}"
         )
-    return RULES[name].bind(gsm8k_method if name == "gsm8k" else "")(row, response)
+    return RULES[name].bind("")(row, response)

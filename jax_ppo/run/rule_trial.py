@@ -108,7 +108,7 @@ def find_other_forms(examples: Sequence[Example], options: Reward) -> str:
     if options.function or options.url:
         return ""
     terms = parse_terms(options.terms)
-    reads_any = "flexible" in (options.gsm8k_method, *(term.argument for term in terms))
+    reads_any = any(term.argument == "flexible" for term in terms)
     forms = {marker for rule in RULES.values() for marker in rule.markers}
     found: dict[tuple[str, str], int] = {}
     for example in examples:

@@ -1488,14 +1488,8 @@ RULES_IN_A_RUN = [
         source="trl#2518, trl#2363, trl#3093: PPOTrainer accepted only an nn.Module as reward",
         test="tests/rewards/test_reward_functions.py::test_a_function_of_a_file",
         where="resolve_reward_function",
-        old=(
-            "if not options.function:\n    return "
-            "functools.partial(_apply_built_in_rule, gsm8k_method=options.gsm8k_method)"
-        ),
-        new=(
-            "if True:\n    return "
-            "functools.partial(_apply_built_in_rule, gsm8k_method=options.gsm8k_method)"
-        ),
+        old="if not options.function:\n    return _apply_built_in_rule",
+        new="if True:\n    return _apply_built_in_rule",
     ),
     Exhibit(
         name="rewards_are_truncated_to_integers",

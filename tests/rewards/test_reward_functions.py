@@ -81,12 +81,9 @@ def test_the_built_in_rule_goes_by_the_data_source():
 def test_strict_and_flexible_are_both_reachable():
     """Regression: verl#7789."""
     responses = ["so it is 42"]
-    assert score_batch(
-        resolve_reward_function(Reward(gsm8k_method="strict")), [GSM8K], responses
-    ).scores == [0]
-    assert score_batch(
-        resolve_reward_function(Reward(gsm8k_method="flexible")), [GSM8K], responses
-    ).scores == [1]
+    for terms, score in (("", 0), ("gsm8k:1", 0), ("gsm8k[flexible]:1", 1)):
+        rule = resolve_reward_function(Reward(terms=terms))
+        assert score_batch(rule, [GSM8K], responses).scores == [score]
 
 
 def test_a_function_of_a_file(module):

@@ -258,7 +258,7 @@ def test_user_functions_run_in_one_worker_unless_configured_otherwise():
 
 
 def test_built_in_rules_can_run_in_workers():
-    with RewardWorkers(options("", gsm8k_method="flexible"), 1) as pool:
+    with RewardWorkers(options("", terms="gsm8k[flexible]:1"), 1) as pool:
         batch = score_batch(pool, [Example("q", "openai/gsm8k", "42")], ["so it is 42"])
     assert batch.scores.tolist() == [1] and batch.extra["answered"].tolist() == [1]
 
