@@ -17,7 +17,7 @@ work=$(mktemp -d)
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 
 copy_results() {
-    for name in training_metrics.csv training_curves.png config.json report.html summary.json; do
+    for name in training_metrics.csv config.json report.html summary.json; do
         if [ -f "$work/run/$name" ]; then cp "$work/run/$name" "$out/$name"; fi
     done
 }
@@ -30,7 +30,7 @@ echo "PPO begins after $SECONDS seconds"
 timeout --signal=KILL $((end - SECONDS)) "$python" -m jax_ppo.train --config=configs/gsm8k.py \
     --workdir="$work/run" --config.model.path="$model" \
     --config.data.train_files="$data/train.jsonl" --config.data.val_files="$data/test.jsonl" \
-    --config.trainer.save_freq=0 --config.trainer.export=False --config.trainer.plot_freq=10 "$@" \
+    --config.trainer.save_freq=0 --config.trainer.export=False "$@" \
     > "$out/console.txt" 2>&1 &
 training=$!
 while kill -0 "$training" 2> /dev/null; do

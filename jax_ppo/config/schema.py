@@ -1278,10 +1278,6 @@ class Trainer:
     wandb_entity: str = option("", "user or team in wandb; empty: wandb's default", read_by=REPORTS)
     tags: str = option("", "tags of the run in wandb and mlflow, separated by commas", is_list=True,
         read_by=REPORTS)
-    plot_freq: int = option(20,
-        "steps between updates of training_curves.png and report.html, besides evaluations; 0: "
-        "only then",
-        unit="steps", at_least=0)
 
 
 # fmt: on

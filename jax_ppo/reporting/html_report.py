@@ -17,7 +17,6 @@ from typing import Any
 from jax_ppo.config.schema import all_options, flatten_options
 from jax_ppo.errors import UserError
 from jax_ppo.reporting import files
-from jax_ppo.reporting.curves import Panel
 from jax_ppo.reporting.files import collect_versions, replace_file, to_json_value
 from jax_ppo.reporting.sinks import read_metrics_csv
 from jax_ppo.training.progress import Progress
@@ -32,6 +31,18 @@ SHOWN_STEPS = 12
 SHOWN_SAMPLES = 16
 MAX_POINTS = 2000  # of a curve; training_metrics.csv has all steps
 STATE_FILE = "report.json"  # what the page says of a run and no other file has
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """One plot of a run's curves, whose vertical axis has the unit.
+
+    `curves` are metric names by legend entry; those that begin with "eval/" are of evaluations.
+    """
+
+    title: str
+    unit: str
+    curves: dict[str, str]
 
 
 class RunSamples:

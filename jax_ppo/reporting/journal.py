@@ -9,7 +9,7 @@ import operator
 import shlex
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,9 +20,8 @@ from jax_ppo.config import command_line
 from jax_ppo.config.schema import Trainer
 from jax_ppo.errors import UserError, closed_outputs, printable_lines, shorten
 from jax_ppo.reporting import console, files
-from jax_ppo.reporting.curves import Panel, plot_curves
 from jax_ppo.reporting.files import collect_versions, write_summary_file
-from jax_ppo.reporting.html_report import HTMLReport
+from jax_ppo.reporting.html_report import HTMLReport, Panel
 from jax_ppo.reporting.sinks import MetricsLog, read_metrics_csv
 from jax_ppo.runtime import compilation, devices, distributed, signals, work_directory
 from jax_ppo.runtime.devices import measure_device_memory
@@ -32,8 +31,7 @@ SPEED_COLUMNS = (
     console.Column("seconds/step", 5, ".2f", unit=" s"),
     console.Column("tokens_per_second", 7, ",.0f", unit=" tok/s"),
 )
-# Drawing curves keeps the host from dispatching steps; it may take at most this share of its time.
-MAX_PLOT_SHARE = 0.05
+REPORT_FREQUENCY = 20  # steps between updates of report.html, besides evaluations and samples
 # Beginnings of fields of generation_config.json that change no token; ids are the run's own.
 _NEUTRAL_DEFAULTS = ("_", "transformers_version", "use_cache", "output_")
 
@@ -43,7 +41,7 @@ class ReportLayout:
     """Presentation of a command's metrics."""
 
     columns: tuple[console.Column, ...]  # the line printed after each step
-    panels: tuple[Panel, ...]  # the plots of training_curves.png
+    panels: tuple[Panel, ...]  # the first plots of report.html
     learning_rate_option: str  # the option to lower when gradients are not finite
     best_metric: str  # the metric by which summary.json names the best step
     best_value: Callable[..., dict[str, Any]] = max  # `max` or `min`
@@ -104,7 +102,6 @@ class Journal:
         # Monotonic: a change of the system's clock does not affect durations.
         self._started = time.monotonic()
         self._step_started = self._started
-        self._next_plot = self._started
         if lost_run:
             self.warn(lost_run)
 
@@ -121,8 +118,7 @@ class Journal:
         elif error is not None:
             kind_of_end = "error" if isinstance(error, UserError) else type(error).__name__
             end = f"{kind_of_end}: {printable_lines(shorten(str(error), 500))}"
-        if distributed.is_main():
-            self._write_report(self._last_step, f", ended {_now()}: {end}")
+        self._write_report(self._last_step, f", ended {_now()}: {end}")
         self._log.close()
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
@@ -188,9 +184,8 @@ class Journal:
             console.format_step_line(step, self._total_steps, metrics, self._layout.columns),
             metrics["perf/seconds_left"],
         )
-        plot_freq = self._trainer.plot_freq
-        if plot_freq and step % plot_freq == 0 and step < self._total_steps:
-            self._plot(step)
+        if step % REPORT_FREQUENCY == 0 and step < self._total_steps:
+            self._write_report(step)
         self._count_skipped_update(step, skipped)
         return metrics
 
@@ -270,7 +265,7 @@ class Journal:
         defined = {f"eval/{name}": value for name, value in means.items() if value is not None}
         self._log.write(steps_done, defined)
         self._bar.print_line(f"{title or f'evaluation after step {steps_done}'}: {shown}")
-        self._plot(steps_done)
+        self._write_report(steps_done)
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -280,7 +275,7 @@ class Journal:
         self._step_started = time.monotonic()
 
     def write_summary(self, steps_done: int, mesh: jax.sharding.Mesh) -> dict[str, Any]:
-        """Write the curves and summary.json, and return the contents of summary.json."""
+        """Write summary.json, and return its contents."""
         self._report_closed_outputs()
         summary = {
             "experiment_name": self._experiment_name,
@@ -296,7 +291,6 @@ class Journal:
             "compilations": dataclasses.asdict(self._compiled),
             "versions": collect_versions(),
         }
-        self._plot(steps_done, always=True)
         if distributed.is_main():
             write_summary_file(self._workdir, summary)
         return summary
@@ -317,25 +311,10 @@ class Journal:
             "best": {name: best[name] for name in ("step", layout.best_metric)},
         }
 
-    def _plot(self, step: int, always: bool = False) -> None:
-        """Write the report, and draw the curves unless they were drawn recently."""
+    def _write_report(self, step: int, end: str = "") -> None:
+        """Write report.html after `step` steps; `end` says how the run has ended, if it has."""
         if not distributed.is_main():
             return
-        started = time.monotonic()
-        if always or started >= self._next_plot:
-            with self._warned("training_curves.png"):
-                plot_curves(
-                    csv_path=self._workdir / "training_metrics.csv",
-                    evaluations=self.progress.evaluations,
-                    png_path=self._workdir / "training_curves.png",
-                    panels=self._layout.panels,
-                )
-            now = time.monotonic()
-            self._next_plot = now + (now - started) / MAX_PLOT_SHARE
-        self._write_report(step)
-
-    def _write_report(self, step: int, end: str = "") -> None:
-        """Write the report of a run that has this many steps, and has ended if `end` is given."""
         status = f"{step} of {self._total_steps} steps" if self._total_steps else "no training"
         if not end:
             end = f" at {_now()}"
@@ -351,16 +330,10 @@ class Journal:
                 if name != "step" and not name.startswith("critic/") and isinstance(value, float)
             ]
             status += f"; evaluation after step {latest['step']}: {', '.join(figures)}"
-        with self._warned("report.html"):
-            self._report.write(status, self.progress)
-
-    @contextlib.contextmanager
-    def _warned(self, name: str) -> Iterator[None]:
-        """Warn if a file that only shows what others hold cannot be written, and go on."""
         try:
-            yield
-        except OSError as error:
-            self.warn(f"{name} is not written: {error.strerror}", kind=name)
+            self._report.write(status, self.progress)
+        except OSError as error:  # other files hold what it shows: the run goes on
+            self.warn(f"report.html is not written: {error.strerror}", kind="report.html")
 
 
 def _now() -> str:

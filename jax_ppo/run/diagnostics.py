@@ -368,8 +368,8 @@ def _diagnose_host_bound(run: LastSteps) -> Iterator[str]:
         yield (
             f"the devices wait for the host: {host:.2f} of the {step:.2f} seconds of a step are "
             "not sampling, forward passes, rewards or updates. Rarer samples "
-            "(config.trainer.log_rollouts_freq) and plots (config.trainer.plot_freq), larger "
-            "batches (config.data.train_batch_size) or a machine with idle cores may help"
+            "(config.trainer.log_rollouts_freq), larger batches (config.data.train_batch_size) or "
+            "a machine with idle cores may help"
         )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax_ppo.ppo.rewarding import RuleRewards, policy_text
 from jax_ppo.ppo.step import StepResult
 from jax_ppo.reporting import console, journal
-from jax_ppo.reporting.curves import Panel
+from jax_ppo.reporting.html_report import Panel
 from jax_ppo.reporting.sinks import read_metrics_csv
 from jax_ppo.rewards.batch import Miss, describe_misses
 from jax_ppo.run.diagnostics import Diagnosis, nothing_is_left

@@ -4,7 +4,7 @@ import dataclasses
 
 from jax_ppo.data import responses
 from jax_ppo.reporting import console, journal
-from jax_ppo.reporting.curves import Panel
+from jax_ppo.reporting.html_report import Panel
 from jax_ppo.supervised.step import LANGUAGE, PREFERENCE, SupervisedObjective
 
 

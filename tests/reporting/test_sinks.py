@@ -11,10 +11,8 @@ import pytest
 from jax_ppo.config.schema import Trainer
 from jax_ppo.errors import UserError
 from jax_ppo.reporting import sinks
-from jax_ppo.reporting.curves import plot_curves
 from jax_ppo.reporting.files import collect_versions, write_summary_file
 from jax_ppo.reporting.sinks import MetricsLog, read_metrics_csv
-from jax_ppo.run import reporter
 
 TRAINING = {
     "reward/mean": 0.1 + 0.2,
@@ -169,62 +167,6 @@ class TestTensorBoard:
         ]
         self.write(tmp_path, 0, 1, 3.0)
         assert self.read(tmp_path)["reward/mean"] == [(1, 3)]
-
-
-class TestCurves:
-    def test_the_picture_has_every_curve(self, tmp_path, monkeypatch):
-        from matplotlib.figure import Figure
-
-        names = [
-            name
-            for panel in reporter.PANELS
-            for name in panel.curves.values()
-            if not name.startswith("eval/")
-        ]
-        with open_log(tmp_path) as writer:
-            for step in range(1, 6):
-                writer.write(step, {name: float(step) for name in names})
-            writer.write(6, {"reward/mean": math.nan, "kl/reference": math.inf})
-        drawn = []
-        save = Figure.savefig
-        monkeypatch.setattr(
-            Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k))[1]
-        )
-        evaluations = [
-            {"step": 0, "accuracy": 0.5, "reward_mean": 0.1},
-            {"step": 4, "accuracy": None, "reward_mean": 1},
-        ]
-        plot_curves(
-            tmp_path / "training_metrics.csv",
-            evaluations,
-            tmp_path / "training_curves.png",
-            reporter.PANELS,
-        )
-        assert (tmp_path / "training_curves.png").read_bytes().startswith(b"\x89PNG")
-        assert sorted(path.name for path in tmp_path.iterdir()) == [
-            "training_curves.png",
-            "training_metrics.csv",
-        ]
-        axes = {axis.get_title(): axis for axis in drawn[0].axes}
-        assert len(axes) == 9 and all(
-            axis.get_xlabel() and axis.get_ylabel() for axis in axes.values()
-        )
-        accuracy = {line.get_label(): line.get_xydata().tolist() for line in axes["accuracy"].lines}
-        assert accuracy["evaluation"] == [[0, 0.5]] and accuracy["training"][-1] == [5, 5]
-        reward = {line.get_label(): line.get_xydata().tolist() for line in axes["reward"].lines}
-        assert reward["evaluation"] == [[0, 0.1], [4, 1]] and len(reward["mean"]) == 6
-
-    @pytest.mark.parametrize("count", [1, 2, 5, 7])
-    def test_any_number_of_panels_is_drawn(self, tmp_path, count):
-        path = tmp_path / "training_curves.png"
-        plot_curves(tmp_path / "training_metrics.csv", [], path, reporter.PANELS[:count])
-        assert path.exists()
-
-    def test_nothing_to_draw_is_a_picture_too(self, tmp_path):
-        plot_curves(
-            tmp_path / "training_metrics.csv", [], tmp_path / "training_curves.png", reporter.PANELS
-        )
-        assert (tmp_path / "training_curves.png").exists()
 
 
 def test_summary_is_json_as_others_read_it(tmp_path):

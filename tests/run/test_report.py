@@ -92,7 +92,8 @@ def test_a_full_disk_ends_no_run_for_a_page_and_names_the_file_of_figures(
         monkeypatch.setattr(os, "replace", replace)
 
     fail_for("report.html")
-    report_steps(tmp_path, [{}, {}], trainer__plot_freq=1)
+    monkeypatch.setattr(journal, "REPORT_FREQUENCY", 1)
+    report_steps(tmp_path, [{}, {}])
     assert len(read_metrics_csv(tmp_path / "training_metrics.csv")) == 2
     warning = "warning: report.html is not written: No space left on device"
     assert capsys.readouterr().out.count(warning) == 1
@@ -189,36 +190,16 @@ def test_throughput_counts_the_tokens_of_all_responses(tmp_path):
     assert tokens == pytest.approx(4 * 8 * 2)
 
 
-def test_curves_and_report_are_written_while_a_run_goes_on(tmp_path, monkeypatch):
-    written = []
-    monkeypatch.setattr(reporter.Reporter, "_plot", lambda self, step: written.append(step))
-    report_steps(tmp_path, [{}] * 7, trainer__plot_freq=3)
-    assert written == [3, 6]
-    monkeypatch.undo()
+def test_the_report_is_written_while_a_run_goes_on(tmp_path, monkeypatch):
     reported = []
     monkeypatch.setattr(
         reporter.Reporter,
         "_write_report",
         lambda self, step, end="": reported.append((step, bool(end))),
     )
-    report_steps(tmp_path, [{}] * 7, trainer__plot_freq=3)
+    monkeypatch.setattr(journal, "REPORT_FREQUENCY", 3)
+    report_steps(tmp_path, [{}] * 7)
     assert reported == [(3, False), (6, False), (7, True)]
-
-
-# The pause after a drawing is longer than any machine takes for the steps, or shorter.
-@pytest.mark.parametrize(("share", "drawn"), [(1e-6, 1), (1000.0, 6)])
-def test_drawing_curves_takes_a_bounded_share_of_the_time(tmp_path, monkeypatch, share, drawn):
-    drawings = []
-
-    def plot_slowly(**arguments):
-        time.sleep(0.05)
-        drawings.append(arguments)
-
-    monkeypatch.setattr(journal, "MAX_PLOT_SHARE", share)
-    monkeypatch.setattr(journal, "plot_curves", plot_slowly)
-    report_steps(tmp_path, [{}] * 7, trainer__plot_freq=1)
-    # The summary, which is not written here, has the curves of the end.
-    assert len(drawings) == drawn
 
 
 def test_the_time_left_is_that_of_as_many_median_steps(tmp_path):

@@ -134,9 +134,7 @@ def test_sft_learns(sft):
     assert [entry["step"] for entry in evaluated] == [0, 6, 12] and "step 12/12" in output
     assert evaluated[0]["loss"] > 4 and evaluated[2]["loss"] < evaluated[0]["loss"] - 1.5
     assert [int(row["step"]) for row in rows if row["train/loss"]] == list(range(1, 13))
-    assert (workdir / "training_curves.png").stat().st_size > 5_000 and list(
-        (workdir / "tensorboard").iterdir()
-    )
+    assert list((workdir / "tensorboard").iterdir())
 
 
 @pytest.mark.slow

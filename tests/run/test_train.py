@@ -217,7 +217,6 @@ def test_a_run_writes_what_it_should(watched):
     assert abs(float(steps[0]["kl/reference"])) < 1e-6 < abs(float(steps[3]["kl/reference"]))
     assert all(float(row["actor/first_log_ratio"]) < 1e-5 for row in steps)
     assert float(steps[0]["actor/lr"]) == 0 < float(steps[1]["actor/lr"])
-    assert (workdir / "training_curves.png").stat().st_size > 10_000
     assert list((workdir / "tensorboard").iterdir())
     assert (workdir / "report.html").stat().st_size > 1_000_000
     logged = {(kind, step): records for kind, step, records in read_samples(workdir)}

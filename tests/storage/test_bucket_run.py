@@ -143,7 +143,7 @@ def test_a_killed_run_in_a_bucket_resumes_bit_equal_on_another_machine(server, b
     assert metric_rows(server, halves) == metric_rows(server, whole)
     assert exported_actor(server, halves) == exported_actor(server, whole)
     names = bucket_server.names(server, halves)
-    assert "run" not in names and {"summary.json", "training_curves.png"} <= set(names)
+    assert "run" not in names and {"summary.json", "report.html"} <= set(names)
     assert len([name for name in names if name.startswith("tensorboard/")]) == 2
     # Those of the killed process, too: the first step's, and the evaluation before it.
     logged = {name for name in bucket_server.names(server, whole) if name.startswith("rollouts/")}
