@@ -4,7 +4,7 @@ Each token of the responses in F gets its log-prob under actor and reference, KL
 reward, advantage and return, computed as a training step computes them. MODEL is a Hugging Face
 folder or hub name, the work directory of a run that has exported its models, or one of its
 checkpoints (RUN/checkpoints/STEP). F is a file of prompts and responses, or one of a run's
-rollouts/. tokens.jsonl or tokens.parquet, refused.jsonl and report.html are written to the work
+rollouts/. tokens.jsonl, refused.jsonl and report.html are written to the work
 directory.
 """
 

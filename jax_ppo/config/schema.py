@@ -1104,8 +1104,6 @@ class Score:
             OptionRule(lambda c: not (c.learns_from_files and c.reward.model_path), "",
                 "the rewards are in the rows; unset config.reward.model_path, or this for the "
                 "reward model's")))
-    format: str = option("jsonl", "format of WORKDIR/tokens", choices=("jsonl", "parquet"),
-        read_by=SCORE)
 
 
 @dataclasses.dataclass(frozen=True)

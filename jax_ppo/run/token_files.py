@@ -13,12 +13,7 @@ from jax_ppo.data.response_rows import ResponseRow
 from jax_ppo.data.tokenizer import decode_continuation, decode_tokens
 from jax_ppo.errors import counted
 from jax_ppo.reporting import html_report
-from jax_ppo.reporting.files import (
-    replace_file,
-    to_json_value,
-    write_json_lines,
-    write_summary_file,
-)
+from jax_ppo.reporting.files import to_json_value, write_json_lines, write_summary_file
 
 # The numbers of a token by the names of their columns; a report's name of each.
 FIGURES = {
@@ -32,8 +27,6 @@ FIGURES = {
     "return": "returns",
 }
 SHOWN_RESPONSES = 200
-_ROWS_AT_ONCE = 1000  # responses whose tokens a Parquet row group has
-
 
 Figures = dict[str, np.ndarray]  # float32 [N, T] by column, N responses of at most T tokens
 
@@ -63,15 +56,10 @@ def write_results(
     texts = [
         decode_tokens(tokenizer, int(row.prompt_ids[-1]), row.response_ids.tolist()) for row in rows
     ]
-    score = options["score"]
-    path = workdir / f"tokens.{score['format']}"
-    if score["format"] == "jsonl":
-        write_json_lines(path, _token_rows(rows, texts, scores.figures))
-    else:
-        _write_parquet(path, rows, texts, scores.figures)
+    write_json_lines(workdir / "tokens.jsonl", _token_rows(rows, texts, scores.figures))
     shown = enumerate(zip(rows[:SHOWN_RESPONSES], texts, strict=False))
     records = [_describe_row(tokenizer, *row, scores, number) for number, row in shown]
-    status = f"{counted(len(rows), 'response')} of {score['file']}, {len(records)} shown"
+    status = f"{counted(len(rows), 'response')} of {options['score']['file']}, {len(records)} shown"
     html_report.write_scores_page(
         workdir / "report.html", options, status, summary["notes"], records
     )
@@ -90,22 +78,6 @@ def _token_rows(
                 for name, column in zip(FIGURES, columns, strict=True)
             }
             yield {"row": row.number, "place": place, "text": text, "token": token, **values}
-
-
-def _write_parquet(
-    path: Path, rows: Sequence[ResponseRow], texts: Sequence[list[str]], figures: Figures
-) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet
-
-    types = {"row": pa.int64(), "place": pa.int32(), "text": pa.string(), "token": pa.int32()}
-    schema = pa.schema({**types, **dict.fromkeys(FIGURES, pa.float32())})
-    with replace_file(path) as temporary, pa.parquet.ParquetWriter(temporary, schema) as writer:
-        for start in range(0, len(rows), _ROWS_AT_ONCE):
-            part = slice(start, start + _ROWS_AT_ONCE)
-            some = {name: values[part] for name, values in figures.items()}
-            tokens = list(_token_rows(rows[part], texts[part], some))
-            writer.write_table(pa.Table.from_pylist(tokens, schema=schema))
 
 
 def _describe_row(

@@ -95,7 +95,7 @@ def score_file(config: Config, workdir: Path) -> dict[str, Any]:
             )
     console.print_on_main(
         f"scored {counted(len(rows), 'response')}, {summary['tokens']} tokens, in "
-        f"{time.monotonic() - started:.1f} s: {workdir}/tokens.{config.score.format}"
+        f"{time.monotonic() - started:.1f} s: {workdir}/tokens.jsonl"
     )
     return summary
 

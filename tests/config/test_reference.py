@@ -96,7 +96,7 @@ def test_the_terminals_list_has_unit_and_values_of_each_option_in_100_columns(ca
         (
             "critic",
             "critic.optim.lr score.file actor.ppo_epochs rollout.n",
-            "score.format actor.optim.lr actor.clip_ratio algorithm.rollout_is",
+            "actor.optim.lr actor.clip_ratio algorithm.rollout_is",
         ),
         (
             "evaluate",
@@ -105,7 +105,7 @@ def test_the_terminals_list_has_unit_and_values_of_each_option_in_100_columns(ca
         ),
         (
             "score",
-            "score.format reference.path algorithm.lam rollout.temperature",
+            "reference.path algorithm.lam rollout.temperature",
             "rollout.val_kwargs.n data.val_files trainer.logger critic.optim.lr",
         ),
         ("sft", "supervised.optim.lr trainer.save_freq", "trainer.export_critic reward.function"),

@@ -8,7 +8,6 @@ import sys
 import types
 
 import numpy as np
-import pyarrow.parquet
 import pytest
 
 from jax_ppo import command
@@ -124,11 +123,10 @@ def test_texts_are_scored_without_a_critic_and_broken_rows_are_refused(trained, 
         algorithm__whiten_advantages=False,
         score__file=str(file),
         score__reward_key="points",
-        score__format="parquet",
     )
     (tmp_path / "scores").mkdir()
     summary = score_file(config, tmp_path / "scores")
-    tokens = pyarrow.parquet.read_table(tmp_path / "scores" / "tokens.parquet").to_pylist()
+    tokens = read_rows(tmp_path / "scores" / "tokens.jsonl")
     assert {token["row"] for token in tokens} == {1, 4}
     refused = read_rows(tmp_path / "scores" / "refused.jsonl")
     assert [row["location"] for row in refused] == [f"{file}:{line}" for line in (2, 3, 5)]
