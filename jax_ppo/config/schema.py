@@ -231,7 +231,6 @@ HAS_PYTHON_TOOL = OptionRule(
     "`rollout.multi_turn.environment` has the tool python",
     "config.rollout.multi_turn.environment={c.rollout.multi_turn.environment!r} has no tool "
     "python; set it to tools:python")
-MEASURES_REFERENCE = option_is("reward.normalize", "reference")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1049,19 +1048,10 @@ class Reward:
             "`reward.function` or `reward.terms` is set",
             "needs a config.reward.function that returns step_rewards"),))
     normalize: str = option("none",
-        "divide scores by their standard deviation: running, over all so far; reference, over "
-        "normalize_samples of the first policy",
-        choices=("none", "running", "reference"), fixed_on_resume=True,
-        rules=(OptionRule(lambda c: c.reward.normalize != "reference" or not c.learns_from_files,
-            "",
-            "samples responses, and config.score.file gives them; expected 'none' or "
-            "'running'"),))
+        "divide scores by their standard deviation: running, over all so far",
+        choices=("none", "running"), fixed_on_resume=True)
     normalize_shift: bool = option(True, "also subtract the mean from normalized scores",
-        rules=(OptionRule(lambda c: c.reward.normalize != "none",
-            "`reward.normalize` is running or reference"),))
-    normalize_samples: int = option(256, "responses that reference measures before the first step",
-        unit="responses", at_least=2, read_by=PPO,
-        rules=(MEASURES_REFERENCE, first_step_only_if(MEASURES_REFERENCE)))
+        rules=(option_is("reward.normalize", "running"),))
     clip: float | None = option(None,
         "clip scores, after normalization, to +- this; unset: no clipping",
         above=0)

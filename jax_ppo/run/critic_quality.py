@@ -61,10 +61,8 @@ def predict_returns(
         bootstrap_truncated=False,
         whiten_rewards=False,
     )
-    reward = options.experience.reward
-    if reward.normalize == "running":
-        # By the moments of the training so far, without these responses.
-        reward = dataclasses.replace(reward, normalize="reference")
+    # By the moments of the training so far: these responses are not added to them.
+    reward = dataclasses.replace(options.experience.reward, normalize="none")
     experience, _ = estimate_experience(
         dataclasses.replace(
             options.experience, algorithm=algorithm, reward=reward, normalizes_values=False

@@ -77,8 +77,8 @@ class Training(Protocol[JournalT]):
     def load_state(self, checkpoints: Checkpointer, step: int) -> Any:
         """Return the state of the checkpoint after `step` steps; at step 0, a new state."""
 
-    def prepare_first_step(self, state: Any, checkpoints: Checkpointer, progress: Progress) -> Any:
-        """Move the data to the first batch; return the state that the first step starts from."""
+    def prepare_first_step(self, checkpoints: Checkpointer, progress: Progress) -> None:
+        """Move the data to the first batch."""
 
     def take_step(self, state: Any, step: int, journal: JournalT) -> Any:
         """Take a step, numbered from 0; queue its report, and return the new state.
@@ -231,7 +231,7 @@ class StepLoop:
             if training.can_evaluate and (evaluates_first or progress.evaluation_pending):
                 training.evaluate(state, progress.step, self.journal)
                 progress.evaluation_pending = False
-        state = training.prepare_first_step(state, self.checkpoints, progress)
+        training.prepare_first_step(self.checkpoints, progress)
         self.journal.restart_clock()
         return state
 

@@ -22,7 +22,6 @@ from jax_ppo.run import life_cycle
 from jax_ppo.run.build import build_run
 from jax_ppo.run.evaluation import evaluate_policy
 from jax_ppo.run.export import export_models, refuse_foreign_exports
-from jax_ppo.run.first_rewards import measure_first_rewards
 from jax_ppo.run.given_responses import read_given_responses
 from jax_ppo.run.parts import PPORun
 from jax_ppo.run.reporter import Reporter
@@ -114,21 +113,12 @@ class PPOTraining:
             trained = checkpoints.restore(step, run.states.trained_shapes()).arrays
         return run.states.create(run.folders, console.make_loading_reporter, trained, step)
 
-    def prepare_first_step(
-        self, state: TrainState, checkpoints: Checkpointer, progress: Progress
-    ) -> TrainState:
-        """Move the data to the first batch; return the state that the first step starts from.
-
-        With `reward.normalize=reference`, it holds the moments of the first policy's rewards.
-        """
-        run = self._run
-        if run.config.reward.normalize == "reference" and progress.step == 0:
-            state = measure_first_rewards(run, state)
-        self._samples = choose_source(run, run.batches(progress.position))
+    def prepare_first_step(self, checkpoints: Checkpointer, progress: Progress) -> None:
+        """Move the data to the first batch, and restore the samples in a checkpoint."""
+        self._samples = choose_source(self._run, self._run.batches(progress.position))
         for line in self._samples.restore(checkpoints, progress):
             console.print_on_main(line)
         self.position = progress.position
-        return state
 
     def take_step(self, state: TrainState, step: int, journal: Reporter) -> TrainState:
         """Take a step, and queue its report."""

@@ -144,13 +144,10 @@ class SupervisedTraining:
         optimizer = jax.jit(init_optimizer, out_shardings=shardings["optimizer"])(params)
         return {"params": params, "optimizer": optimizer}
 
-    def prepare_first_step(
-        self, state: State, checkpoints: Checkpointer, progress: Progress
-    ) -> State:
+    def prepare_first_step(self, checkpoints: Checkpointer, progress: Progress) -> None:
         """Move the data to the first batch."""
         self._batches = self._batches_from(progress.position)
         self.position = progress.position
-        return state
 
     def take_step(self, state: State, step: int, journal: Journal) -> State:
         """Take a step, and queue its report."""

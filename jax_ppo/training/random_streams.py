@@ -18,12 +18,12 @@ from jax_ppo.runtime.compiled_programs import CompiledProgram
 class Stream(enum.IntEnum):
     """Second coordinate of a random key, after the seed.
 
-    A number is never given to another use: a run would draw the same numbers twice.
+    A number is never given to another use: a run would draw the same numbers twice. 2 is no longer
+    in use.
     """
 
     TRAINING = 0
     EVALUATION = 1
-    REFERENCE = 2  # rollouts for `reward.normalize=reference`
     ACTOR_ADAPTERS = 3  # initial values
     CRITIC_ADAPTERS = 4
     ACTOR_ROUNDING = 5  # of what is stored in bfloat16

@@ -59,8 +59,8 @@ def test_an_option_of_another_command_is_noted_instead_of_required():
 
 
 def test_a_note_says_when_an_option_has_an_effect():
-    (note,) = notes.train_notes(tiny.config(reward__normalize_samples=8))
+    (note,) = notes.train_notes(tiny.config(reward__normalize_shift=False))
     assert note == (
-        "config.reward.normalize_samples=8 has no effect with the other options: it is read only "
-        "if `reward.normalize` is reference"
+        "config.reward.normalize_shift=False has no effect with the other options: it is read only "
+        "if `reward.normalize` is running"
     )

@@ -52,7 +52,7 @@ def test_a_row_states_every_fact():
     engine = next(row for row in page if row.startswith("| `rollout.engine`"))
     assert "Read by" not in keep and engine.endswith("Read by `train`, `critic`, `evaluate`. |")
     fixed = next(row for row in page if row.startswith("| `reward.normalize`"))
-    assert "`none`, `running`, `reference`" in fixed and "**Fixed**" in fixed
+    assert "`none`, `running`" in fixed and "**Fixed**" in fixed
 
 
 def test_an_option_that_repeats_another_names_it():

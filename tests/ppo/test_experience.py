@@ -110,8 +110,8 @@ def test_penalties_come_after_normalisation_and_clip():
     assert float(experience.control.moments["rewards"].count) == 4
 
 
-def test_running_moments_go_on_and_reference_moments_do_not():
-    for kind, mean, count in (("running", 4.0, 4), ("reference", 2.0, 2)):
+def test_running_moments_go_on_and_those_of_an_evaluation_do_not():
+    for kind, mean, count in (("running", 4.0, 4), ("none", 2.0, 2)):
         config = tiny.config(reward__normalize=kind, reward__normalize_shift=False, **RAW)
         before = moments.update_moments(moments.empty_moments(), jnp.array([1.0, 3.0]), jnp.ones(2))
         experience, _ = estimate(

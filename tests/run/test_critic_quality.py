@@ -52,7 +52,7 @@ def test_equal_returns_leave_no_variance_to_explain():
 def test_returns_have_no_unit_before_the_moments_have_seen_a_reward():
     plain, normalized = (
         first_control(config.algorithm.kl_ctrl, config.reward, config.critic)
-        for config in (tiny.config(), tiny.config(reward__normalize="reference"))
+        for config in (tiny.config(), tiny.config(reward__normalize="running"))
     )
     assert knows_unit_of_rewards(plain) and not knows_unit_of_rewards(normalized)
     seen = update_moments(normalized.moments["rewards"], np.ones(2), np.ones(2, bool))

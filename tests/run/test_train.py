@@ -666,12 +666,9 @@ def test_without_a_critic_none_is_kept(files, tmp_path):
         "--config.actor.policy_loss=gspo",
         "--config.critic.normalize_values=False",
         "--config.trainer.critic_warmup=0",
-        "--config.reward.normalize=reference",
-        "--config.reward.normalize_samples=20",
         "--config.trainer.total_training_steps=3",
         "--config.trainer.warn_entropy_below=100",
     )
-    assert "the first policy's rewards: mean 0, deviation 1" in output
     assert output.count("the policy's entropy is") == 1  # although it is low in all three steps
     assert not list((tmp_path / "run").glob("checkpoints/*/critic"))
     steps = read_step_rows(tmp_path / "run")
