@@ -50,10 +50,7 @@ TEST_EXPERIENCE = "tests/ppo/test_experience.py"
 END_OF_RESPONSE = [
     Exhibit(
         name="the_sampler_strips_the_eos",
-        source=(
-            "tunix 0.1.7: the sampler strips the EOS, so no gradient ever reaches the decision to "
-            "stop; verl: an empty response has its last token at index -1"
-        ),
+        source="tunix 0.1.7: the EOS is stripped, so no gradient reaches the decision to stop",
         test=f"{TEST_GENERATE}::test_eos_is_kept_and_nothing_comes_after_it",
         where="record_draws",
         old="state.lengths.at[written_B].set(drawn_B, mode='drop')",
@@ -64,10 +61,7 @@ END_OF_RESPONSE = [
     ),
     Exhibit(
         name="the_loss_mask_excludes_the_eos",
-        source=(
-            "tunix 0.1.7: mask = (ids != pad) with pad = EOS; trl#1623, verl#535: the model never "
-            "learns to stop"
-        ),
+        source="tunix 0.1.7, trl#1623, verl#535: mask = (ids != pad) with pad = EOS",
         test=f"{TEST_PACKING}::test_gather_by_hand",
         where="gather_rows",
         old="sequences.lengths[samples]",
@@ -94,10 +88,7 @@ END_OF_RESPONSE = [
     ),
     Exhibit(
         name="a_second_eos_counts_as_truncation",
-        source=(
-            "trl#7039: responses that ended with another EOS of generation_config.json were "
-            "counted as truncated"
-        ),
+        source="trl#7039: another EOS of generation_config.json counted as truncation",
         test=f"{TEST_GENERATE}::test_eos_is_kept_and_nothing_comes_after_it",
         where="decode_step",
         old="state.finished.at[slots.sample].set(finishes_B, mode='drop')",
@@ -134,9 +125,7 @@ END_OF_RESPONSE = [
     ),
     Exhibit(
         name="changed_eos_ids_do_not_retrace",
-        source=(
-            "tunix 0.1.7: a different set of EOS ids runs the program compiled for the previous one"
-        ),
+        source="tunix 0.1.7: other EOS ids run the program compiled for the previous ones",
         test=f"{TEST_GENERATE}::test_options_are_the_identity_of_a_program",
         where="SamplingOptions",
         old="eos_ids: tuple[int, ...] = ()",
@@ -147,10 +136,7 @@ END_OF_RESPONSE = [
 SAMPLING_AND_CACHE = [
     Exhibit(
         name="sampler_log_probs_at_another_temperature",
-        source=(
-            "trl#4159, vime#64: vLLM returned log-probs of the logits before division by the "
-            "temperature"
-        ),
+        source="trl#4159, vime#64: vLLM's log-probs were of undivided logits",
         test=f"{TEST_GENERATE}::test_logprobs_are_those_of_a_full_forward_pass",
         where="sample_tokens",
         old="_token_logprobs(logits_BxV, tokens_B, filters, shards, known)",
@@ -166,10 +152,7 @@ SAMPLING_AND_CACHE = [
     ),
     Exhibit(
         name="top_p_renormalizes_only_the_samplers_log_probs",
-        source=(
-            "trl#6789, verl#6240, vime#69: the sampler's log-probs are taken after top-k and "
-            "top-p, the trainer's are not"
-        ),
+        source="trl#6789, verl#6240, vime#69: only the sampler's log-probs are after the filters",
         test=f"{TEST_SAMPLING}::test_log_prob_is_from_before_the_filters",
         where="_draw_filtered",
         old="shards.sum(weights_BxV.sum(-1))",
@@ -185,10 +168,7 @@ SAMPLING_AND_CACHE = [
     ),
     Exhibit(
         name="top_p_before_top_k",
-        source=(
-            "mlx-lm#388: the order of the filters changes the distribution, and top_p treated the "
-            "remaining sum as 1"
-        ),
+        source="mlx-lm#388: the filters' order matters, and top_p took the remaining sum as 1",
         test=f"{TEST_SAMPLING}::test_draws_follow_the_filtered_distribution",
         where="Filters.keep",
         old="shards.sum(top_BxM.sum(-1))",
@@ -196,10 +176,7 @@ SAMPLING_AND_CACHE = [
     ),
     Exhibit(
         name="a_token_of_probability_zero_is_drawn",
-        source=(
-            "pytorch#4858, transformers#23088: multinomial picks filtered tokens where its "
-            "cumulative sum rounds"
-        ),
+        source="pytorch#4858, transformers#23088: multinomial where its cumulative sum rounds",
         test=f"{TEST_SAMPLING}::test_running_sums_that_round_never_pick_weight_0",
         where="invert_cdf",
         old="(sums_BxN > uniforms_B[:, None] * sums_BxN[:, -1:]) & (weights_BxN > 0)",
@@ -215,10 +192,7 @@ SAMPLING_AND_CACHE = [
     ),
     Exhibit(
         name="every_replica_draws_the_same_samples",
-        source=(
-            "verl#5179, vllm#11953, Megatron-LM#5983: all data-parallel replicas started from the "
-            "same seed"
-        ),
+        source="verl#5179, vllm#11953, Megatron-LM#5983: all replicas started from one seed",
         test="tests/sampler/test_sharded.py::test_eight_devices_draw_the_samples_of_one",
         where="generate_responses",
         old="sampling.sample_keys(key, indices_N)",
@@ -242,10 +216,7 @@ SAMPLING_AND_CACHE = [
     ),
     Exhibit(
         name="a_slot_keeps_the_position_of_the_previous_sample",
-        source=(
-            "tt-inference-server#4557: the position of a slot was not reset when a new request "
-            "took it"
-        ),
+        source="tt-inference-server#4557: a new request did not reset its slot's position",
         test="tests/sampler/test_slots.py::test_refilled_slots_draw_the_samples_of_a_static_batch",
         where="fill_slots",
         old="put(slots.drawn, job.start_of(sample_g))",
@@ -254,9 +225,7 @@ SAMPLING_AND_CACHE = [
     ),
     Exhibit(
         name="the_cache_is_indexed_by_batch_row",
-        source=(
-            "sparkinfer#289: every sequence was decoded with the cache that slot 0 happened to hold"
-        ),
+        source="sparkinfer#289: every sequence was decoded with the cache of slot 0",
         test="tests/sampler/test_slots.py::test_refilled_slots_draw_the_samples_of_a_static_batch",
         where="fill_slots",
         old="prompt_g - (state.prefilled - job.group)",
@@ -272,10 +241,7 @@ SAMPLING_AND_CACHE = [
     ),
     Exhibit(
         name="a_row_reads_the_cache_up_to_the_longest_row",
-        source=(
-            "exllamav2#200, mlx-lm#1736: the cache content behind shorter prompts of a batch "
-            "changes their results"
-        ),
+        source="exllamav2#200, mlx-lm#1736: the cache behind shorter prompts changes results",
         test=f"{TEST_GENERATE}::test_logprobs_are_those_of_a_full_forward_pass",
         where="readable_columns",
         old="columns_B[:, None]",
@@ -294,10 +260,7 @@ MODELS = [
     ),
     Exhibit(
         name="context_parallel_attention_ignores_the_samples_of_a_row",
-        source=(
-            "trl#6843, axolotl#3608: with context parallelism, packed samples attend to all "
-            "earlier ones of the row; the loss was 1.83 times as high"
-        ),
+        source="trl#6843, axolotl#3608: packed samples attend to all earlier ones of the row",
         test="tests/models/test_attention_over_parts.py"
         "::test_parts_of_rows_attend_to_their_samples_in_the_whole_row",
         where="_masked_part",
@@ -314,9 +277,7 @@ MODELS = [
     ),
     Exhibit(
         name="key_heads_are_tiled_not_repeated",
-        source=(
-            "onnx#7274, axlearn#842: query heads 0 1 2 3 read key heads 0 1 0 1 instead of 0 0 1 1"
-        ),
+        source="onnx#7274, axlearn#842: query heads read key heads 0 1 0 1, not 0 0 1 1",
         test="tests/models/test_attention.py::test_xla_is_the_definition",
         where="attend_block_of_queries",
         old=("(q_BxQxHxd * _scale(scale, d)).reshape(B, Q, K, -1, d).transpose(0, 2, 3, 1, 4)"),
@@ -324,10 +285,7 @@ MODELS = [
     ),
     Exhibit(
         name="fused_projections_of_heads_are_read_as_thirds",
-        source=(
-            "lablup/mlxcel#928: a three-way split of Pythia's query_key_value, as of GPT-2's, has "
-            "the right shapes and scrambles attention without an error"
-        ),
+        source="lablup/mlxcel#928: a three-way split, as of GPT-2's, of Pythia's query_key_value",
         test="tests/models/test_families.py::test_logits_logprobs_and_gradients[gpt_neox]",
         where="_attention",
         old="a.num_heads if FAMILIES[a.family].fused_by_head else 1",
@@ -346,9 +304,7 @@ MODELS = [
     ),
     Exhibit(
         name="llama3_frequencies_are_read_and_not_used",
-        source=(
-            "mlxcel#1355, felafax#59: rope_scaling was parsed, but the plain frequencies were used"
-        ),
+        source="mlxcel#1355, felafax#59: rope_scaling was parsed and not used",
         test=(
             "tests/models/test_rope.py::test_frequencies_and_logits_are_those_of_transformers[llama3]"
         ),
@@ -374,10 +330,7 @@ MODELS = [
     ),
     Exhibit(
         name="the_norm_rounds_after_its_scale",
-        source=(
-            "TransformerEngine#1132, transformers#33133: a mismatch with the original model in "
-            "bfloat16"
-        ),
+        source="TransformerEngine#1132, transformers#33133: other results in bfloat16",
         test="tests/models/hf/test_hf_logits.py::test_the_norm_rounds_where_transformers_does",
         where="RMSNorm.__call__",
         old="scale * wide.astype(x.dtype)",
@@ -412,10 +365,7 @@ MODELS = [
     ),
     Exhibit(
         name="the_value_head_does_not_start_at_zero",
-        source=(
-            "verl's quickstart log: first values from -14 to 9.5, a value loss of 15, a gradient "
-            "norm of 1023"
-        ),
+        source="verl's quickstart log: first values from -14 to 9.5, a value loss of 15",
         test="tests/models/test_decoder.py::test_heads",
         where="init_params",
         old="jnp.zeros((architecture.hidden_size, 1), jnp.float32)",
@@ -423,10 +373,7 @@ MODELS = [
     ),
     Exhibit(
         name="weights_of_another_shape_are_ignored",
-        source=(
-            "bumblebee#364: parameters of a mismatched shape were ignored, and the model produced "
-            "nonsense"
-        ),
+        source="bumblebee#364: parameters of a mismatched shape were ignored",
         test="tests/models/hf/test_hf_errors.py::test_another_shape",
         where="validate_tensors",
         old="checkpoint.shape(name) != row.hf_shape",
@@ -445,10 +392,7 @@ EXPORT = [
     ),
     Exhibit(
         name="an_untied_model_is_exported_as_tied",
-        source=(
-            "Automodel#2571, LLaVA-NeXT#315: config.json and the weights disagree on whether the "
-            "head is tied"
-        ),
+        source="Automodel#2571, LLaVA-NeXT#315: config.json and weights disagree on the head",
         test="tests/models/hf/test_save.py::test_there_and_back",
         where="to_hf_config",
         old="a.tied",
@@ -502,9 +446,7 @@ DATA = [
     ),
     Exhibit(
         name="the_position_in_the_data_is_lost_on_resume",
-        source=(
-            "verl#7013, tunix#2288, tunix#2290: a resumed run started again from the first batch"
-        ),
+        source="verl#7013, tunix#2288, tunix#2290: resumed from the first batch",
         test=f"{TEST_PROMPTS}::test_a_saved_position_goes_on_identically",
         where="PromptBatches.__init__",
         old="self.position = position",
@@ -512,10 +454,7 @@ DATA = [
     ),
     Exhibit(
         name="a_resumed_epoch_is_shuffled_like_the_first",
-        source=(
-            "accelerate#2823, accelerate#4071, ms-swift#10050: the epoch number was lost, and its "
-            "order with it"
-        ),
+        source="accelerate#2823, accelerate#4071, ms-swift#10050: the epoch number was lost",
         test=f"{TEST_PROMPTS}::test_a_saved_position_goes_on_identically",
         where="PromptBatches._epoch_order",
         old="self._ordered_epoch != epoch",
@@ -523,10 +462,7 @@ DATA = [
     ),
     Exhibit(
         name="every_epoch_has_the_same_order",
-        source=(
-            "lm-human-preference-details (JAX): the shuffle key is made from the seed at every "
-            "update"
-        ),
+        source="lm-human-preference-details (JAX): one shuffle key for every update",
         test=f"{TEST_PROMPTS}::test_an_epoch_gives_each_row_once_in_a_fresh_order",
         where="PromptBatches._epoch_order",
         old="[self.seed, epoch]",
@@ -542,10 +478,7 @@ DATA = [
     ),
     Exhibit(
         name="a_batch_larger_than_the_data",
-        source=(
-            "pytorch-a2c-ppo-acktr-gail#192, vamb#425: drop_last leaves no batch at all, without "
-            "a warning"
-        ),
+        source="pytorch-a2c-ppo-acktr-gail#192, vamb#425: drop_last silently leaves no batch",
         test=f"{TEST_PROMPTS}::test_fewer_rows_than_a_batch_are_refused",
         where="PromptBatches.__init__",
         old="1 <= batch_size <= len(dataset)",
@@ -561,10 +494,7 @@ DATA = [
     ),
     Exhibit(
         name="rows_that_pad_the_last_batch_are_counted",
-        source=(
-            "composer#2218, pytorch/examples#1063: samplers repeat rows to fill a batch, and "
-            "metrics count them twice"
-        ),
+        source="composer#2218, pytorch/examples#1063: metrics count repeated rows twice",
         test="tests/run/test_evaluation.py::test_rows_that_fill_the_last_batch_are_not_counted",
         where="evaluate",
         old="n * batch.count",
@@ -572,10 +502,7 @@ DATA = [
     ),
     Exhibit(
         name="two_bos",
-        source=(
-            "open-r1#462, trl#1114, alignment-handbook#127: a rendered chat template is tokenized "
-            "with special tokens"
-        ),
+        source="open-r1#462, trl#1114, alignment-handbook#127: special tokens around a template",
         test=f"{TEST_CHATS}::test_a_chat_template_writes_bos_once",
         where="render_prompt",
         old="return (text, False)",
@@ -591,10 +518,7 @@ DATA = [
     ),
     Exhibit(
         name="an_eos_after_the_prompt",
-        source=(
-            "vllm#7491, trlx#287: with add_eos_token the prompt ends with the EOS, and the "
-            "response is empty"
-        ),
+        source="vllm#7491, trlx#287: add_eos_token ends the prompt, and the response is empty",
         test=f"{TEST_CHATS}::test_a_prompt_has_the_tokenizers_bos_but_no_eos",
         where="encode_text",
         old="if not text_ends_in_eos:\n    ids.pop()",
@@ -618,10 +542,7 @@ DATA = [
     ),
     Exhibit(
         name="repository_code_is_executed",
-        source=(
-            "tinker-cookbook#333 (declined for this reason): trust_remote_code=True for all "
-            "tokenizers"
-        ),
+        source="tinker-cookbook#333: trust_remote_code=True for all tokenizers (declined)",
         test=f"{TEST_TOKENIZER}::test_code_of_a_repository_is_not_run",
         where="load_tokenizer",
         old="AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)",
@@ -640,10 +561,7 @@ DATA = [
 REWARDS = [
     Exhibit(
         name="answers_in_other_formats_are_not_matched",
-        source=(
-            "verl's pattern: `####42`, `#### $42`, `#### **42**`, `#### 42.` and `#### 42.00` "
-            "score 0"
-        ),
+        source="verl's pattern: `####42`, `#### $42`, `#### **42**`, `#### 42.` score 0",
         test=f"{TEST_RULES}::test_flexible_takes_answers_however_they_are_written",
         where="extract_gsm8k",
         old="last_number(tail)",
@@ -686,10 +604,7 @@ REWARDS = [
     ),
     Exhibit(
         name="the_first_answer_counts",
-        source=(
-            "verifiers#1336, ai-agent-book#699: an intermediate `answer:` was taken for the final "
-            "one"
-        ),
+        source="verifiers#1336, ai-agent-book#699: an intermediate `answer:` was taken",
         test=f"{TEST_RULES}::test_what_is_extracted",
         where="extract_gsm8k",
         old="leading_number(answers[-1])",
@@ -708,9 +623,7 @@ REWARDS = [
 PACKED_ROWS = [
     Exhibit(
         name="log_probs_of_the_token_itself",
-        source=(
-            "trl#44, trlx#248, prime-rl#1525: logits and targets were misaligned by one position"
-        ),
+        source="trl#44, trlx#248, prime-rl#1525: logits and targets misaligned by one",
         test=f"{TEST_PACKING}::test_gather_by_hand",
         where="gather_rows",
         old="jnp.minimum(packing.position + 1, last)",
@@ -718,10 +631,7 @@ PACKED_ROWS = [
     ),
     Exhibit(
         name="the_mask_is_off_by_one",
-        source=(
-            "trl#1781, trlx#509: the response mask was applied to log-probs that start one "
-            "position earlier"
-        ),
+        source="trl#1781, trlx#509: the mask was applied to log-probs of one position earlier",
         test=f"{TEST_PACKING}::test_gather_by_hand",
         where="gather_rows",
         old="packing.position + 1 - sequences.prompt_lengths[samples]",
@@ -745,10 +655,7 @@ PACKED_ROWS = [
     ),
     Exhibit(
         name="rows_that_fill_no_micro_batch_are_dropped",
-        source=(
-            "open-instruct#1271: packed rows beyond a multiple of the number of workers were "
-            "dropped"
-        ),
+        source="open-instruct#1271: rows beyond a multiple of the workers were dropped",
         test=f"{TEST_PACKING}::test_a_packing_holds_each_member_once_and_whole",
         where="pack_samples",
         old="-(-len(rows) // R)",
@@ -756,10 +663,7 @@ PACKED_ROWS = [
     ),
     Exhibit(
         name="every_micro_batch_of_a_pipeline_gets_the_mask_of_the_first",
-        source=(
-            "pytorch/torchtitan#1723: the mask is built for the batch and not split with it; "
-            "KempnerForge#204: stages get no segments at all"
-        ),
+        source="pytorch/torchtitan#1723: the mask is not split; KempnerForge#204: no segments",
         test=f"{TEST_STAGES}::test_stages_change_no_hidden_state_and_no_gradient[four_stages]",
         where="run_stages",
         old="jnp.clip(t - stage, 0, M - 1)",
@@ -778,10 +682,7 @@ REDUCTIONS = [
     ),
     Exhibit(
         name="bessels_correction_divides_by_zero",
-        source=(
-            "tunix; stable-baselines3#270, DeepAnalyze#116: the standard deviation of one element "
-            "is NaN"
-        ),
+        source="tunix; stable-baselines3#270, DeepAnalyze#116: one element's deviation is NaN",
         test=f"{TEST_MASKED}::test_whitening_one_token_gives_zero",
         where="masked_variance",
         old="masked_mean(jnp.square(deviation), mask, axis)",
@@ -792,9 +693,7 @@ REDUCTIONS = [
     ),
     Exhibit(
         name="masked_positions_cause_nan_gradients",
-        source=(
-            "trl#6121, tunix#2310: a `where` after the arithmetic lets 0 * NaN into the gradient"
-        ),
+        source="trl#6121, tunix#2310: `where` after the arithmetic: 0 * NaN in the gradient",
         test=f"{TEST_MASKED}::test_garbage_under_the_mask_reaches_neither_value_nor_gradient",
         where="zero_outside",
         old="jnp.where(mask.astype(bool), _at_least_float32(x), 0.0)",
@@ -810,10 +709,7 @@ REDUCTIONS = [
     ),
     Exhibit(
         name="a_mean_over_an_outer_product",
-        source=(
-            "RLinf#1564: [B] * [B, 1] broadcast to [B, B], and the entropy bonus was B times too "
-            "large"
-        ),
+        source="RLinf#1564: [B] * [B, 1] made the entropy bonus B times too large",
         test=f"{TEST_MASKED}::test_shapes_that_would_broadcast_are_refused",
         where="zero_outside",
         old=(
@@ -851,10 +747,7 @@ LOG_PROBS = [
     ),
     Exhibit(
         name="the_chunks_gradient_is_summed_in_bfloat16",
-        source=(
-            "Liger-Kernel#830, #512, #827: the gradient of the head was accumulated over chunks "
-            "in bfloat16"
-        ),
+        source="Liger-Kernel#830, #512, #827: the head's gradient over chunks in bfloat16",
         test=f"{TEST_LOGPROBS}::test_gradient_of_the_master_is_summed_in_float32",
         where="hidden_and_weight_grad",
         old="weight_sum + weight_grad",
@@ -873,10 +766,7 @@ LOG_PROBS = [
 REWARD_AND_KL = [
     Exhibit(
         name="the_score_is_one_past_the_last_token",
-        source=(
-            "trl#1893, trl#3750, trl#5338, DeepSpeedExamples#672: the reward was added to the pad "
-            "token after the EOS"
-        ),
+        source="trl#1893, trl#3750, trl#5338, DeepSpeedExamples#672: a reward after the EOS",
         test=f"{TEST_UPDATE}::test_score_sits_on_the_last_token_and_returns_are_raw",
         where="shape_rewards",
         old="last_actions(masks.actions)",
@@ -884,10 +774,7 @@ REWARD_AND_KL = [
     ),
     Exhibit(
         name="a_reward_model_is_read_at_the_padding",
-        source=(
-            "trl#2778, trl#6800, trl#937, reward-bench#154: a model padded on one side was read "
-            "on the other"
-        ),
+        source="trl#2778, trl#6800, trl#937, reward-bench#154: read at the other side's pad",
         test=f"{TEST_UPDATE}::test_reward_model_scores_stand_on_the_last_token",
         where="score_positions",
         old="column < lengths[:, None]",
@@ -895,10 +782,7 @@ REWARD_AND_KL = [
     ),
     Exhibit(
         name="a_gap_between_prompt_and_response",
-        source=(
-            "OpenRLHF#217, trlx#509: with padding between prompt and response, the scored text is "
-            "not the sampled one"
-        ),
+        source="OpenRLHF#217, trlx#509: padding stood between prompt and scored response",
         test=f"{TEST_UPDATE}::test_joining_leaves_no_gap",
         where="join_sequences",
         old="column - prompts",
@@ -936,9 +820,7 @@ REWARD_AND_KL = [
     ),
     Exhibit(
         name="the_kl_reported_is_not_the_kl_in_use",
-        source=(
-            "trl#1161, trl#1180: k1 was reported and checked for warnings, whatever the estimator"
-        ),
+        source="trl#1161, trl#1180: k1 was reported, whatever the estimator",
         test=f"{TEST_EXPERIENCE}::test_the_kl_is_estimated_as_asked",
         where="reward_shaping.reference_kl",
         old="algorithm.kl_penalty",
@@ -946,10 +828,7 @@ REWARD_AND_KL = [
     ),
     Exhibit(
         name="the_teacher_in_the_students_place",
-        source=(
-            "trl#3043, twinkle#112: GKD's two KL divergences were exchanged: the student was "
-            "trained by the other direction than the one asked for"
-        ),
+        source="trl#3043, twinkle#112: GKD's two KL divergences were exchanged",
         test="tests/ppo/test_teacher.py::test_its_rewards_follow_the_reverse_kl",
         where="add_teacher_rewards",
         old="kl.kl_estimate(old_logprobs, outputs.teacher_logprobs, actions, kl.k1)",
@@ -968,10 +847,7 @@ REWARD_AND_KL = [
     ),
     Exhibit(
         name="the_reference_at_another_temperature",
-        source=(
-            "tunix at T = 0.9: policy log-probs at T = 1, the reference's at T, so the KL of a "
-            "policy to itself is not 0"
-        ),
+        source="tunix at T = 0.9: log-probs at T = 1, the reference's at T: a KL to itself",
         test=f"{TEST_UPDATE}::test_kl_is_zero_at_first_for_every_estimator",
         where="_compute_rows",
         old="logprobs(ref_net, reference, ref_hidden)",
@@ -995,10 +871,7 @@ REWARD_AND_KL = [
     ),
     Exhibit(
         name="the_one_sided_clamp_described_backwards",
-        source=(
-            "the CS336 notes: clamp(log p - log ref, min=0) penalizes tokens made MORE likely "
-            "than the reference"
-        ),
+        source="CS336's notes: clamp(log p - log ref, min=0) penalizes MORE likely tokens",
         test="tests/kernels/test_kl.py::test_clamped_holds_back_only_tokens_made_more_likely",
         where="clamped",
         old="return jax.nn.relu(log_ratio)",
@@ -1028,10 +901,7 @@ REWARD_AND_KL = [
 ADVANTAGES = [
     Exhibit(
         name="advantages_leak_in_from_after_the_end",
-        source=(
-            "stable-baselines#385, RoboVerse#814, rlevo#342, cleanrl#16: the mask of the end was "
-            "one step late"
-        ),
+        source="stable-baselines#385, RoboVerse#814, rlevo#342, cleanrl#16: mask a step late",
         test="tests/kernels/test_advantages.py::test_against_loops",
         where="gae",
         old=(
@@ -1041,9 +911,7 @@ ADVANTAGES = [
     ),
     Exhibit(
         name="padding_leaks_into_returns",
-        source=(
-            "ROLL#447, rlhf-book#216: the critic's values of masked tokens reached the real ones"
-        ),
+        source="ROLL#447, rlhf-book#216: values of masked tokens reached the real ones",
         test="tests/kernels/test_advantages.py::test_against_loops",
         where="gae",
         old="zero_outside(values_T, mask_T)",
@@ -1077,10 +945,7 @@ ADVANTAGES = [
     ),
     Exhibit(
         name="whitening_over_part_of_a_batch",
-        source=(
-            "tunix: advantages were whitened within each service batch; miles#3229: within each "
-            "slice of a sequence"
-        ),
+        source="tunix: whitened within each service batch; miles#3229: within each slice",
         test=f"{TEST_UPDATE}::test_score_sits_on_the_last_token_and_returns_are_raw",
         where="whiten_advantages",
         old="whiten(estimates.advantages, masks.loss, size=estimates.size)",
@@ -1088,10 +953,7 @@ ADVANTAGES = [
     ),
     Exhibit(
         name="finished_responses_are_bootstrapped",
-        source=(
-            "RoboVerse#814, rlevo#342: the value after an end was counted, so that ending was "
-            "rewarded"
-        ),
+        source="RoboVerse#814, rlevo#342: the value after an end rewarded ending",
         test=f"{TEST_EXPERIENCE}::test_only_a_truncated_response_is_bootstrapped",
         where="critic_values",
         old="sequences.truncated & bootstraps",
@@ -1099,10 +961,7 @@ ADVANTAGES = [
     ),
     Exhibit(
         name="groups_are_the_whole_batch",
-        source=(
-            "grpo-flat#2: mean and standard deviation over the batch instead of over the "
-            "responses to one prompt"
-        ),
+        source="grpo-flat#2: mean and deviation over the batch, not over a prompt's responses",
         test="tests/kernels/test_advantages.py::test_groups_by_hand",
         where="_differences_in_groups",
         old="scores_B.astype(jnp.promote_types(scores_B.dtype, jnp.float32)).reshape(-1, n)",
@@ -1110,10 +969,7 @@ ADVANTAGES = [
     ),
     Exhibit(
         name="a_group_of_one",
-        source=(
-            "DeepAnalyze#116: with num_generations=1 the standard deviation is NaN, and so is the "
-            "loss"
-        ),
+        source="DeepAnalyze#116: with num_generations=1 deviation and loss are NaN",
         test="tests/kernels/test_advantages.py::test_what_is_no_group_is_refused",
         where="_differences_in_groups",
         old="n > 1 and scores_B.shape[0] % n == 0",
@@ -1168,10 +1024,7 @@ LOSSES_AND_RATIO = [
     ),
     Exhibit(
         name="the_smaller_value_loss_is_taken",
-        source=(
-            "implementation-matters#1, baselines#765: the paper has a minimum where the code has "
-            "the maximum"
-        ),
+        source="implementation-matters#1, baselines#765: the paper has min, the code max",
         test="tests/kernels/test_losses.py::test_value_loss_by_hand",
         where="value_loss",
         old="jnp.maximum(unclipped_loss, clipped_loss)",
@@ -1179,10 +1032,7 @@ LOSSES_AND_RATIO = [
     ),
     Exhibit(
         name="values_are_clipped_around_themselves",
-        source=(
-            "tensorflow/agents#352: the critic recomputed the old values during training, and "
-            "nothing was ever clipped"
-        ),
+        source="tensorflow/agents#352: old values were recomputed, and nothing was clipped",
         test=(
             "tests/ppo/test_objectives.py::test_the_value_loss_is_clipped_around_the_values_of_the_rollout"
         ),
@@ -1192,9 +1042,7 @@ LOSSES_AND_RATIO = [
     ),
     Exhibit(
         name="a_negative_kl_stops_nothing",
-        source=(
-            "stable-baselines3#417, spinningup#137: mean(old - new) is negative half of the time"
-        ),
+        source="stable-baselines3#417, spinningup#137: mean(old - new) may be negative",
         test="tests/ppo/test_objectives.py::test_the_approximate_kl_is_never_negative",
         where="_policy_metrics",
         old="jnp.expm1(policy.log_ratio) - policy.log_ratio",
@@ -1202,10 +1050,7 @@ LOSSES_AND_RATIO = [
     ),
     Exhibit(
         name="masked_weights_miss_some_aggregations",
-        source=(
-            "arcee-ai/NeMo-RL#24: IcePop's mask was applied to the loss per token and silently "
-            "ignored by the loss per sequence"
-        ),
+        source="arcee-ai/NeMo-RL#24: the loss per sequence ignored IcePop's mask",
         test=(
             "tests/ppo/test_masked_losses.py::"
             "test_packed_losses_equal_those_computed_token_by_token"
@@ -1224,10 +1069,7 @@ LOSSES_AND_RATIO = [
     ),
     Exhibit(
         name="the_bounds_of_a_ratio_are_applied_to_its_inverse",
-        source=(
-            "verl#6377, reproduced in 0.9.1: rollout_rs=token_k1 with the bounds 0.6_1.4 rejects "
-            "by -log(pi / mu), so that a ratio of 1.5 is kept and one of 0.65 is not"
-        ),
+        source="verl#6377: rollout_rs=token_k1 with 0.6_1.4 keeps ratio 1.5 and rejects 0.65",
         test="tests/kernels/test_importance.py::test_by_hand",
         where="importance_weights",
         old="(weights >= lower) & (weights <= upper)",
@@ -1238,10 +1080,7 @@ LOSSES_AND_RATIO = [
 UPDATES = [
     Exhibit(
         name="a_mean_of_micro_batch_means",
-        source=(
-            "verl#5625, gradient accumulation of Unsloth and transformers in October 2024, "
-            "nanochat#59, prime-rl#2358"
-        ),
+        source="verl#5625, Unsloth and transformers (October 2024), nanochat#59, prime-rl#2358",
         test=f"{TEST_UPDATE}::test_micro_batches_and_packing_do_not_change_the_gradient",
         where="RolloutObjective.token_weights",
         old=(
@@ -1253,10 +1092,7 @@ UPDATES = [
     ),
     Exhibit(
         name="a_mean_over_each_devices_tokens",
-        source=(
-            "prime-rl#2358, Arctic-Platform#119: each rank divided by its own token count before "
-            "gradients were averaged"
-        ),
+        source="prime-rl#2358, Arctic-Platform#119: each rank divided by its own token count",
         test=f"{TEST_UPDATE}::test_devices_do_not_change_the_gradient",
         where="RolloutObjective.token_weights",
         old=(
@@ -1270,10 +1106,7 @@ UPDATES = [
     ),
     Exhibit(
         name="tokens_are_selected_from_each_micro_batch",
-        source=(
-            "verl#7829: KL-Cov selected the tokens of the largest covariance in each micro-batch, "
-            "so that the micro-batch size changed the update"
-        ),
+        source="verl#7829: KL-Cov selected the largest covariances of each micro-batch",
         test="tests/ppo/test_update.py::test_a_loss_sees_the_tokens_of_the_whole_mini_batch",
         where="policy_loss_inputs",
         old="experience.action_mask & members_B[:, None]",
@@ -1284,10 +1117,7 @@ UPDATES = [
     ),
     Exhibit(
         name="the_router_loss_counts_once_per_micro_batch",
-        source=(
-            "NVIDIA-NeMo/Automodel#3359: each model-provided loss of MoE routers entered every "
-            "micro-batch's backward pass without the normalization of accumulation"
-        ),
+        source="NVIDIA-NeMo/Automodel#3359: router losses without the accumulation's divisor",
         test=(
             "tests/ppo/test_router_loss.py::"
             "test_micro_batches_and_packing_do_not_change_the_routers_loss"
@@ -1298,10 +1128,7 @@ UPDATES = [
     ),
     Exhibit(
         name="replayed_experts_are_those_of_the_next_token",
-        source=(
-            "NovaSky-AI/SkyRL#1908, vllm#37094: recorded experts were padded or cut to other "
-            "tokens than those that had passed through them"
-        ),
+        source="NovaSky-AI/SkyRL#1908, vllm#37094: experts were cut to other tokens",
         test=(
             "tests/ppo/test_router_replay.py::"
             "test_the_record_is_what_one_pass_over_the_whole_sequence_selects"
@@ -1312,10 +1139,7 @@ UPDATES = [
     ),
     Exhibit(
         name="the_experts_of_prompts_are_not_replayed",
-        source=(
-            "THUDM/slime#1145, vllm#37094: the record began with the response, or was missing for "
-            "some requests"
-        ),
+        source="THUDM/slime#1145, vllm#37094: the record began with the response",
         test=(
             "tests/ppo/test_router_replay.py::"
             "test_the_record_is_what_one_pass_over_the_whole_sequence_selects"
@@ -1326,10 +1150,7 @@ UPDATES = [
     ),
     Exhibit(
         name="replayed_experts_outside_the_top_k_weigh_nothing",
-        source=(
-            "ISEEKYAN/Megatron-LM#79: weights were taken from probabilities that are zero outside "
-            "of the router's own selection, and with them their gradient"
-        ),
+        source="ISEEKYAN/Megatron-LM#79: weights and gradients zero outside the new top k",
         test=(
             "tests/ppo/test_router_replay.py::"
             "test_the_gradient_of_replayed_experts_is_that_of_a_softmax_over_them"
@@ -1344,10 +1165,7 @@ UPDATES = [
     ),
     Exhibit(
         name="the_entropy_bonus_grows_with_the_micro_batches",
-        source=(
-            "RLinf#1564, verl#4711: bonus and metrics were scaled by the number or size of "
-            "micro-batches"
-        ),
+        source="RLinf#1564, verl#4711: scaled by number or size of micro-batches",
         test=f"{TEST_UPDATE}::test_micro_batches_and_packing_do_not_change_the_gradient",
         where="ActorObjective.loss",
         old="jnp.sum(token_weights.loss * entropy_RxL)",
@@ -1363,10 +1181,7 @@ UPDATES = [
     ),
     Exhibit(
         name="gradients_are_clipped_before_they_are_summed",
-        source=(
-            "transformers#1563, lingua#59: clip_grad_norm_ after every backward pass of an "
-            "accumulation"
-        ),
+        source="transformers#1563, lingua#59: clip_grad_norm_ after every backward pass",
         test=f"{TEST_UPDATE}::test_micro_batches_and_packing_do_not_change_the_gradient",
         where="add_gradients",
         old="jax.tree.map(jnp.add, widen(gradient_sum), gradients)",
@@ -1374,10 +1189,7 @@ UPDATES = [
     ),
     Exhibit(
         name="masked_responses_count_in_the_denominator",
-        source=(
-            "trl#6369: mask_truncated_completions removed tokens from the sum but not from the "
-            "count"
-        ),
+        source="trl#6369: mask_truncated_completions left the count of tokens as it was",
         test=f"{TEST_UPDATE}::test_masked_responses_teach_nothing",
         where="count_learned_tokens",
         old="batch.members & experience.sample_mask",
@@ -1385,10 +1197,7 @@ UPDATES = [
     ),
     Exhibit(
         name="epochs_repeat_one_mini_batch",
-        source=(
-            "tunix: each epoch repeats the same mini-batch back to back; "
-            "lm-human-preference-details (JAX): one shuffle key"
-        ),
+        source="tunix: a mini-batch's epochs follow each other; lm-human-preference-details",
         test="tests/run/test_parts.py::test_every_epoch_of_every_step_cuts_the_whole_rollout_anew",
         where="RolloutPacker._mini_batches",
         old="[self.seed, step, epoch]",
@@ -1412,10 +1221,7 @@ UPDATES = [
     ),
     Exhibit(
         name="a_pretrained_critic_loses_its_head",
-        source=(
-            "NeMo-RL#3821: loaded with finetune=True, a pretrained critic would have its trunk, "
-            "and a random head"
-        ),
+        source="NeMo-RL#3821: finetune=True would give a trained critic a random head",
         test="tests/run/test_critic_alone.py::test_ppo_starts_with_the_values_of_the_critic",
         where="critic_head",
         old="bool(options.path) and folder is not None and holds_critic(folder)",
@@ -1423,10 +1229,7 @@ UPDATES = [
     ),
     Exhibit(
         name="the_first_learning_rate_is_zero",
-        source=(
-            "verl#3674, torchtune#2010, bert#1293: the warm-up starts with a step that changes "
-            "nothing"
-        ),
+        source="verl#3674, torchtune#2010, bert#1293: the first warm-up step changes nothing",
         test=f"{TEST_UPDATE}::test_learning_rate_by_hand",
         where="learning_rate",
         old="options.lr * (step + 1)",
@@ -1501,10 +1304,7 @@ RULES_IN_A_RUN = [
     ),
     Exhibit(
         name="one_crashing_score_ends_the_run",
-        source=(
-            "verl#6673, trl#5281, AReaL#1426: an error in one sample aborted the batch or the "
-            "driver"
-        ),
+        source="verl#6673, trl#5281, AReaL#1426: one sample's error aborted the batch",
         test="tests/rewards/test_reward_functions.py::test_a_failing_sample_costs_nobody_else_anything",
         where="score_sample",
         old=(
@@ -1526,9 +1326,7 @@ RULES_IN_A_RUN = [
     ),
     Exhibit(
         name="a_nan_score_poisons_its_batch",
-        source=(
-            "trl#5773, trl#5775: a reward of NaN turned mean, standard deviation and loss into NaN"
-        ),
+        source="trl#5773, trl#5775: a NaN reward made mean, deviation and loss NaN",
         test="tests/rewards/test_reward_functions.py::test_a_failing_sample_costs_nobody_else_anything",
         where="validate_result",
         old="not abs(result.score) <= LARGEST_SCORE",
@@ -1546,10 +1344,7 @@ RULES_IN_A_RUN = [
     ),
     Exhibit(
         name="rules_see_the_wrong_example",
-        source=(
-            "VLM-R1#129, R1-V#146: with n responses per prompt, solutions were shifted against "
-            "responses"
-        ),
+        source="VLM-R1#129, R1-V#146: solutions were shifted against n responses per prompt",
         test=(
             "tests/run/test_parts.py::test_rules_see_each_response_beside_its_own_example_and_nothing_special"
         ),
@@ -1567,9 +1362,7 @@ RULES_IN_A_RUN = [
     ),
     Exhibit(
         name="held_out_batches_share_their_draws",
-        source=(
-            "Megatron-LM#5983, vllm#11953: batches that started from one seed drew the same samples"
-        ),
+        source="Megatron-LM#5983, vllm#11953: batches of one seed drew the same samples",
         test=(
             "tests/run/test_evaluation.py::test_samples_of_all_batches_have_addresses_of_their_own"
         ),
@@ -1582,10 +1375,7 @@ RULES_IN_A_RUN = [
 CLIPS_AND_OTHER_LOSSES = [
     Exhibit(
         name="the_minimum_is_taken_before_the_advantage",
-        source=(
-            "takuseno/ppo#3: min(ratio, clipped ratio) * A, so that bad tokens were almost never "
-            "clipped"
-        ),
+        source="takuseno/ppo#3: min(ratio, clipped ratio) * A almost never clips bad tokens",
         test="tests/kernels/test_losses.py::test_policy_loss_by_hand",
         where="clipped_surrogate",
         old="jnp.maximum(unclipped_loss, clipped_loss)",
@@ -1617,9 +1407,7 @@ CLIPS_AND_OTHER_LOSSES = [
     ),
     Exhibit(
         name="no_value_ever_counts_as_clipped",
-        source=(
-            "RLinf#1529: the clipped value was compared with the range that it had been clipped to"
-        ),
+        source="RLinf#1529: the clipped value was compared with its own range",
         test="tests/kernels/test_losses.py::test_value_loss_by_hand",
         where="value_loss",
         old="clipped_loss > unclipped_loss",
@@ -1630,10 +1418,7 @@ CLIPS_AND_OTHER_LOSSES = [
     ),
     Exhibit(
         name="divided_by_the_longest_response_of_the_batch",
-        source=(
-            "trl#3138, open-instruct#636: Dr. GRPO requires a constant; a divisor that depends on "
-            "the batch keeps the length bias"
-        ),
+        source="trl#3138, open-instruct#636: Dr. GRPO requires a constant divisor",
         test="tests/kernels/test_losses.py::test_loss_weights_by_hand",
         where="seq_mean_token_sum_norm",
         old="samples * scale",
@@ -1673,10 +1458,7 @@ CLIPS_AND_OTHER_LOSSES = [
 STOPS = [
     Exhibit(
         name="the_early_stop_ends_only_one_epoch",
-        source=(
-            "ManiSkill#830, cleanrl#520: the check was in one of two loops, so the next epoch "
-            "continued"
-        ),
+        source="ManiSkill#830, cleanrl#520: it left one of two loops, and the next epoch went on",
         test=f"{TEST_UPDATE}::test_after_the_stop_nothing_is_learned",
         where="Learner.scan_mini_batches",
         old="within_limit &= is_within",
@@ -1727,10 +1509,7 @@ MOMENTS_AND_SHAPING = [
     ),
     Exhibit(
         name="equal_rewards_are_divided_by_almost_zero",
-        source=(
-            "baselines#266: the first batches of rewards spiked, divided by a standard deviation "
-            "near 0"
-        ),
+        source="baselines#266: first rewards divided by a deviation near 0",
         test="tests/ppo/test_reward_shaping.py::test_without_spread_scores_stay_what_they_are",
         where="moments_std",
         old="jnp.where(spread, jnp.sqrt(variance + epsilon), 1.0)",
@@ -1738,10 +1517,7 @@ MOMENTS_AND_SHAPING = [
     ),
     Exhibit(
         name="advantages_of_normalized_values",
-        source=(
-            "marlbenchmark/on-policy#12: values were not denormalized before advantages were "
-            "computed"
-        ),
+        source="marlbenchmark/on-policy#12: values were not denormalized before",
         test=f"{TEST_EXPERIENCE}::test_normalised_values_stand_for_the_same_advantages",
         where="critic_values",
         old="values = mean + std * values",
@@ -1749,10 +1525,7 @@ MOMENTS_AND_SHAPING = [
     ),
     Exhibit(
         name="normalized_values_are_clipped_around_raw_ones",
-        source=(
-            "Mava#811: values in the critic's units were clipped around old values in units of "
-            "reward"
-        ),
+        source="Mava#811: the critic's units were clipped around units of reward",
         test=f"{TEST_EXPERIENCE}::test_normalised_values_stand_for_the_same_advantages",
         where="estimate_experience",
         old="outputs.values",
@@ -1771,10 +1544,7 @@ MOMENTS_AND_SHAPING = [
     ),
     Exhibit(
         name="the_penalty_begins_where_responses_end",
-        source=(
-            "verl#3855: from max_response_length to max_response_length + buffer, which no "
-            "response reaches"
-        ),
+        source="verl#3855: it began at max_response_length, which no response reaches",
         test="tests/ppo/test_reward_shaping.py::test_soft_overlong_penalty_by_hand",
         where="soft_overlong_penalty",
         old="longest - buffer",
@@ -1782,10 +1552,7 @@ MOMENTS_AND_SHAPING = [
     ),
     Exhibit(
         name="the_soft_penalty_grows_beyond_the_limit",
-        source=(
-            "tunix 0.1.7: DAPO's reward_shaping counts characters, and the penalty of a response "
-            "longer than the limit has no bound"
-        ),
+        source="tunix 0.1.7: reward_shaping counts characters, and the penalty has no bound",
         test="tests/ppo/test_reward_shaping.py::test_soft_overlong_penalty_by_hand",
         where="soft_overlong_penalty",
         old="jnp.clip(over / buffer, 0.0, 1.0)",
@@ -1801,10 +1568,7 @@ MOMENTS_AND_SHAPING = [
     ),
     Exhibit(
         name="one_response_compared_to_itself",
-        source=(
-            "verl#7581: RLOO with rollout.n = 1 learned nothing, or from raw scores, without a "
-            "warning"
-        ),
+        source="verl#7581: RLOO with rollout.n = 1 silently learned nothing",
         test="tests/config/test_loading.py::test_impossible_values_are_named",
         where="compares",
         old=(
@@ -1815,9 +1579,7 @@ MOMENTS_AND_SHAPING = [
     ),
     Exhibit(
         name="a_step_reward_is_one_token_off",
-        source=(
-            "LightRFT#53: rewards of steps were placed on the token after the last one of the step"
-        ),
+        source="LightRFT#53: rewards stood on the token after the step's last one",
         test="tests/rewards/test_reward_functions.py::test_a_step_is_rewarded_at_the_token_that_ends_it",
         where="assign_step_rewards",
         old="bisect.bisect_left",
@@ -1852,10 +1614,7 @@ RUNS = [
     ),
     Exhibit(
         name="the_values_variance_is_explained",
-        source=(
-            "stable-baselines3#225: values and returns were exchanged in explained_variance, 1 - "
-            "Var[y - prediction] / Var[y]"
-        ),
+        source="stable-baselines3#225: explained_variance had values and returns exchanged",
         test="tests/run/test_critic_quality.py::test_figures_by_hand",
         where="_describe_tokens",
         old="errors.var() / returns.var(dtype=np.float64)",
@@ -1863,10 +1622,7 @@ RUNS = [
     ),
     Exhibit(
         name="the_optimizer_state_is_not_saved",
-        source=(
-            "dreamerv3-torch#38, ART#72, tinker-feedback#127: the moments of Adam restart from 0 "
-            "after a resume"
-        ),
+        source="dreamerv3-torch#38, ART#72, tinker-feedback#127: Adam's moments restart at 0",
         test=f"{TEST_CHECKPOINT}::test_what_was_saved_comes_back",
         where="Checkpointer.save",
         old="tree is not None",
@@ -2003,10 +1759,7 @@ SURVIVORS = [
 DIALOGUES = [
     Exhibit(
         name="the_mask_of_the_environment_is_ignored",
-        source=(
-            "trl#4975: one path of the loss took the mask of the whole completion, so that the "
-            "tokens of tools were learned"
-        ),
+        source="trl#4975: one path of the loss learned the tokens of tools",
         test="tests/sampler/test_dialogues.py::test_dialogues_are_those_of_a_loop_over_one_sequence",
         where="record_dialogues",
         old="dialogues.is_action",
@@ -2022,10 +1775,7 @@ DIALOGUES = [
     ),
     Exhibit(
         name="rewards_stop_at_an_observation",
-        source=(
-            "verl#7278: REINFORCE++ lost the rewards that come after an observation; miles#1827: "
-            "GAE decayed them across it"
-        ),
+        source="verl#7278: rewards after an observation were lost; miles#1827: GAE decayed them",
         test="tests/run/test_two_turns.py::test_reward_to_go_counts_what_a_turn_can_still_change",
         where="gae",
         old=(
@@ -2035,10 +1785,7 @@ DIALOGUES = [
     ),
     Exhibit(
         name="a_turn_without_a_reward_is_none",
-        source=(
-            "RAGEN's bi-level GAE (ragen/trainer/core_algos.py) took the tokens with a reward for "
-            "the ends of turns, so that a turn that earned 0 was joined to the next"
-        ),
+        source="RAGEN's bi-level GAE: a turn ended only at a reward, so one of 0 joined the next",
         test=f"{TEST_EXPERIENCE}::test_turns_and_their_tokens_in_dialogues",
         where="bi_level_gae",
         old="ends_T = _ends_of_turns(mask_T, starts_T)",
@@ -2054,10 +1801,7 @@ DIALOGUES = [
     ),
     Exhibit(
         name="the_value_of_a_turn_is_that_of_its_last_token",
-        source=(
-            "RAGEN's bi-level GAE read the critic where a turn ends, after it has seen the turn; "
-            "corrected in VAGEN (vagen/algorithms/turn_level_gae)"
-        ),
+        source="RAGEN's bi-level GAE read the critic at a turn's end; VAGEN at its beginning",
         test="tests/kernels/test_advantages.py::test_turns_by_hand",
         where="turn_gae",
         old="gae(earned_T, values_T, starts_T, gamma, lam, bootstrap_value)",
@@ -2084,10 +1828,7 @@ DIALOGUES = [
     ),
     Exhibit(
         name="the_template_between_turns_is_cut",
-        source=(
-            "verl#3720: the line break that the template writes after the end of a turn stood "
-            "between turns in training, and not in the rollout"
-        ),
+        source="verl#3720: the template's line break after a turn stood in training alone",
         test=(
             "tests/environments/test_tool_calls.py::"
             "test_results_come_back_as_the_template_writes_them"
