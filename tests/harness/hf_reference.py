@@ -6,6 +6,7 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 import recorded
 from jax_ppo.models import heads
@@ -108,7 +109,6 @@ FIELDS = {
     },
     "gpt_neox": {"num_key_value_heads": None},
 }
-STORED_NAMES = {"gpt_neox": {"lm_head.weight": "embed_out.weight"}}
 
 
 def fields(family, values):
@@ -127,6 +127,13 @@ def save(folder, family="llama", task="CausalLM", dtypes=("float32",), shard_byt
         dtypes=dtypes,
         shard_bytes=shard_bytes,
     )
+
+
+def rewrite_tensors(folder, add=(), remove=()):
+    """Add tensors to the file of a folder, and remove others."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: value for name, value in tensors.items() if name not in remove} | dict(add)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def reload(folder, dtype="float32", task="CausalLM"):

@@ -9,6 +9,8 @@ import numpy as np
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.transformer import Transformer, unroll_params
+from jax_ppo.runtime import sharding
+from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.decode_loop import SamplingOptions, sampler_program
 from jax_ppo.types import Prompts
 
@@ -91,3 +93,14 @@ def make_prompts(lengths=(5, 16, 1, 9), P=16, pad=0, seed=0):
     tokens = rng.integers(0, ARCHITECTURE.vocab_size, (len(lengths), 32))[:, :P].astype(np.int32)
     lengths = np.array(lengths, np.int32)
     return Prompts(np.where(np.arange(P) < lengths[:, None], tokens, pad).astype(np.int32), lengths)
+
+
+def sample_on_mesh(mesh, model, params, prompts, options):
+    """Return what the built-in engine draws from parameters in the layout of training."""
+    with jax.set_mesh(mesh):
+        layouts = sharding.tree_shardings(mesh, params, sharding.TRAIN_RULES)
+        engine = BuiltInEngine(mesh, model, params)
+        engine.update_weights(jax.device_put(params, layouts))
+        own = jax.device_put(prompts, sharding.rows(mesh))
+        key = jax.device_put(jax.random.key(0), sharding.replicated(mesh))
+        return jax.tree.map(np.asarray, engine.generate(own, key, options))

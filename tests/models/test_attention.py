@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import tiny
+from attention_inputs import OPTIONS, make_inputs
 from jax_ppo.errors import UserError
 from jax_ppo.models import attention
 from jax_ppo.models.attention_programs import (
@@ -22,18 +23,6 @@ from jax_ppo.models.attention_programs import (
 from jax_ppo.training import decoders, networks
 from jax_ppo.training.networks import Folders
 from jax_ppo.training.roles import read_networks
-
-
-def make_inputs(rows=2, length=128, heads=4, kv_heads=2, head_dim=16, dtype=jnp.float32):
-    """Return inputs with three segments per row; the last one, -1, is empty."""
-    rng = np.random.default_rng(0)
-    q, k, v = (
-        jnp.asarray(rng.normal(size=(rows, length, n, head_dim)), dtype)
-        for n in (heads, kv_heads, kv_heads)
-    )
-    segments = np.repeat([7, 2, -1], (length // 2, length // 4, length // 4))[None].repeat(rows, 0)
-    return q, k, v, jnp.asarray(segments, jnp.int32)
-
 
 OPTION_NAMES = ("scale", "softcap", "sliding_window")
 # Compiled as a whole, which takes less time than operation by operation.
@@ -75,14 +64,6 @@ def test_xla_is_the_definition(heads, kv_heads, length):
     np.testing.assert_allclose(
         single, attention_by_definition(*qkv, np.zeros((2, length))), atol=1e-5
     )
-
-
-OPTIONS = [
-    {"sliding_window": 1},
-    {"sliding_window": 7},
-    {"softcap": 1.5, "scale": 0.6},
-    {"sliding_window": 70, "softcap": 2.0, "scale": 0.3},
-]
 
 
 @pytest.mark.parametrize("options", OPTIONS)

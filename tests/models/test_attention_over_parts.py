@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_attention import OPTIONS, make_inputs
 
 import tiny
+from attention_inputs import OPTIONS, make_inputs
 from jax_ppo.models import attention, attention_over_parts, heads
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.training import packing

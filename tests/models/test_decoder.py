@@ -3,17 +3,14 @@
 import dataclasses
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
 import tiny
 from jax_ppo.models import cache as cache_module
 from jax_ppo.models import heads
-from jax_ppo.models import layers as decoder_layers
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.quantization import round_parameters
 from jax_ppo.models.transformer import (
@@ -22,7 +19,6 @@ from jax_ppo.models.transformer import (
     Transformer,
     unroll_params,
 )
-from jax_ppo.runtime import sharding
 
 B, T = 2, 12
 ARCHITECTURE = Architecture(
@@ -256,62 +252,27 @@ def test_heads(params, ids):
     )
 
 
-class RoutedMLP(decoder_layers.MLP):
-    """An MLP of two experts with an expert axis in its parameters and a router loss."""
-
-    @nn.compact
-    def __call__(self, x):
-        a = self.options.architecture
-        init = nn.initializers.normal(0.5)
-        router = self.param("router", lambda key: {"kernel": init(key, (a.hidden_size, 2))})
-        experts = self.param(
-            "experts",
-            lambda key: {"up_proj": {"kernel": init(key, (2, a.hidden_size, a.hidden_size))}},
-        )
-        weights = jax.nn.softmax(x @ router["kernel"])
-        out = jnp.einsum("bte,btd,edf->btf", weights, x, experts["up_proj"]["kernel"])
-        return out, {"router_loss": jnp.mean(weights, (0, 1)).max()}
-
-
 @pytest.mark.parametrize(
     "layers", [2, pytest.param(MAX_UNROLLED_LAYERS + 1, marks=pytest.mark.slow)]
 )
-def test_layers_may_return_auxiliary_outputs_and_have_experts(monkeypatch, ids, layers):
-    monkeypatch.setattr(decoder_layers, "MLP", RoutedMLP)
-    model = Transformer(dataclasses.replace(ARCHITECTURE, num_layers=layers), remat=True)
-    positions = np.broadcast_to(np.arange(T), ids.shape)
-    params = tiny.init_params(model, jax.random.key(0), "lm")
-    kernel = params["layers"]["mlp"]["experts"]["up_proj"]["kernel"]
-    assert kernel.shape == (layers, 2, ARCHITECTURE.hidden_size, ARCHITECTURE.hidden_size)
+def test_each_layer_of_experts_returns_a_loss_and_its_router_has_a_gradient(ids, layers):
+    architecture = dataclasses.replace(tiny.MIXTURE, num_layers=layers)
+    model = Transformer(architecture, remat=True, router_loss=True)
+    inputs = ids, np.broadcast_to(np.arange(T), ids.shape), np.zeros_like(ids)
+    params = tiny.init_params(Transformer(architecture), jax.random.key(0), "lm")
 
     def loss(params):
-        output = model.apply({"params": params}, ids, positions)
+        output = model.apply({"params": params}, *inputs)
         return jnp.sum(output.auxiliary["router_loss"]), output
 
     gradient, output = jax.jit(jax.grad(loss, has_aux=True), compiler_options=QUICK)(params)
-    assert output.auxiliary["router_loss"].shape == (layers,) and output.cache is None
+    assert output.auxiliary["router_loss"].shape == (layers, B, T) and output.cache is None
     assert np.all(np.abs(gradient["layers"]["mlp"]["router"]["kernel"]).max(axis=(1, 2)) > 0)
-    unrolled = apply(model.clone(unrolled=True), unroll_params(params), ids, positions, None)
+    unrolled = apply(model.clone(unrolled=True), unroll_params(params), *inputs)
     np.testing.assert_allclose(
         unrolled.auxiliary["router_loss"], output.auxiliary["router_loss"], atol=1e-5
     )
     np.testing.assert_allclose(unrolled.hidden, output.hidden, atol=1e-4)
-
-
-def test_experts_have_a_partition_rule_before_that_of_other_kernels(monkeypatch):
-    monkeypatch.setattr(decoder_layers, "MLP", RoutedMLP)
-    model = Transformer(ARCHITECTURE)
-    params = jax.eval_shape(lambda: heads.init_params(model, jax.random.key(0), "lm"))
-    mesh = tiny.make_mesh(8, data=1, fsdp=2, model=4)
-    rules = (
-        (r"layers/.*experts/\w+/kernel", PartitionSpec(None, "fsdp", None, "model")),
-        (r"layers/.*router/kernel", PartitionSpec()),
-    )
-    shardings = sharding.tree_shardings(mesh, params, rules + sharding.TRAIN_RULES)
-    kernel = shardings["layers"]["mlp"]["experts"]["up_proj"]["kernel"]
-    shape = params["layers"]["mlp"]["experts"]["up_proj"]["kernel"].shape
-    L, E, D, F = shape
-    assert kernel.shard_shape(shape) == (L, E // 2, D, F // 4)
 
 
 def test_auxiliary_outputs_cost_nothing_where_there_are_none(params, ids):

@@ -27,13 +27,12 @@ from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.lora import Lora
 from jax_ppo.models.quantization import quantize_kernels
 from jax_ppo.models.transformer import MAX_UNROLLED_LAYERS, Transformer
-from jax_ppo.runtime import meshes, sharding
+from jax_ppo.runtime import meshes
 from jax_ppo.runtime.meshes import validate_architecture
-from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.training.networks import existing_targets
 from jax_ppo.types import Prompts
-from tiny_actor import HYBRID, Actor, make_prompts
+from tiny_actor import HYBRID, Actor, make_prompts, sample_on_mesh
 
 ARCHITECTURE = dataclasses.replace(HYBRID, num_layers=3, linear_layers=(True, False, True))
 LENGTHS = (5, 16, 1, 9, 2, 12, 7)
@@ -118,18 +117,11 @@ def test_an_engine_samples_the_same_on_several_devices(actor, quantized):
     architecture = dataclasses.replace(ARCHITECTURE, vocab_size=64)
     params = tiny.random_params(architecture, 0, 0, "lm")
 
-    def sample(devices, **shape):
-        mesh = tiny.make_mesh(devices, **shape)
-        with jax.set_mesh(mesh):
-            layouts = sharding.tree_shardings(mesh, params, sharding.TRAIN_RULES)
-            engine = BuiltInEngine(mesh, Transformer(architecture, quantized=quantized), params)
-            engine.update_weights(jax.device_put(params, layouts))
-            own = jax.device_put(prompts, sharding.rows(mesh))
-            key = jax.device_put(jax.random.key(0), sharding.replicated(mesh))
-            return engine.generate(own, key, options)
-
-    expected = sample(1, data=1)
-    rollout = sample(8, data=2, fsdp=2, model=2)
+    model = Transformer(architecture, quantized=quantized)
+    alone, split = tiny.make_mesh(), tiny.make_mesh(8, data=2, fsdp=2, model=2)
+    expected, rollout = (
+        sample_on_mesh(mesh, model, params, prompts, options) for mesh in (alone, split)
+    )
     np.testing.assert_array_equal(rollout.responses, expected.responses)
     np.testing.assert_allclose(rollout.logprobs, expected.logprobs, atol=1e-4)
 

@@ -22,15 +22,13 @@ from jax_ppo.models.hf.files import SafetensorsCheckpoint
 from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.models.hf.names import adapter_tensor_table
 from jax_ppo.models.hf.save import export_checkpoint
-from jax_ppo.models.lora import Lora, init_adapters, join_adapters
-from jax_ppo.models.quantization import quantize_kernels
-from jax_ppo.models.transformer import Transformer, unroll_params
+from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import sharding
 from jax_ppo.runtime.meshes import make_mesh, validate_architecture
-from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.training.networks import existing_targets
 from jax_ppo.types import Prompts
+from tiny_actor import sample_on_mesh
 
 ARCHITECTURE = Architecture(
     family="mixtral",
@@ -75,11 +73,6 @@ def make_params(architecture):
         return 8 * x if x.ndim > 1 else x
 
     return jax.tree_util.tree_map_with_path(enlarge, init(jax.random.key(0)))
-
-
-@pytest.fixture(scope="module")
-def params():
-    return make_params(ARCHITECTURE)
 
 
 def random_projections(rng, experts, width, inner):
@@ -158,17 +151,6 @@ def test_the_router_loss_of_a_packed_sequence_is_transformers_loss_of_it_alone()
     np.testing.assert_allclose(even, [[2.0, 2.0]])
 
 
-@pytest.mark.slow
-def test_int8_experts_have_a_scale_per_column_and_the_router_keeps_its_type(params):
-    mlp = quantize_kernels(unroll_params(params), jnp.bfloat16)["layer_1"]["mlp"]
-    assert mlp["router"]["kernel"].dtype == jnp.bfloat16
-    entry = mlp["experts"]["down_proj"]
-    assert entry["kernel"].dtype == jnp.int8 and entry["kernel_scale"].shape == (4, 16)
-    wide = entry["kernel"] * entry["kernel_scale"][:, None]
-    error = np.abs(wide - params["layers"]["mlp"]["experts"]["down_proj"]["kernel"][1])
-    assert (error <= entry["kernel_scale"][:, None] / 2 * (1 + 1e-5)).all()
-
-
 def dequantize(params):
     """Return stacked parameters with the values that the int8 kernels stand for."""
 
@@ -198,13 +180,7 @@ def test_an_engine_samples_the_same_on_several_devices(architecture, quantized):
 
     def sample(shape, model, weights):
         mesh = make_mesh(MeshShape(**shape), jax.devices()[: np.prod(list(shape.values()))])
-        with jax.set_mesh(mesh):
-            layouts = sharding.tree_shardings(mesh, weights, sharding.TRAIN_RULES)
-            engine = BuiltInEngine(mesh, model, weights)
-            engine.update_weights(jax.device_put(weights, layouts))
-            own = jax.device_put(prompts, sharding.rows(mesh))
-            key = jax.device_put(jax.random.key(0), sharding.replicated(mesh))
-            return engine.generate(own, key, options)
+        return sample_on_mesh(mesh, model, weights, prompts, options)
 
     model = Transformer(architecture)
     one_device = {"data": 1, "fsdp": 1, "model": 1}
@@ -231,26 +207,6 @@ def test_all_linear_leaves_experts_out_and_naming_them_is_refused():
         existing_targets("q_proj,up_proj", ARCHITECTURE)
     rows = adapter_tensor_table(ARCHITECTURE, 2, attention, "lm")
     assert {path[2] for path in rows} == set(attention)
-
-
-def test_adapters_of_attention_are_merged_for_transformers(tmp_path):
-    """Logits with separate adapters equal the merged export's."""
-    reference.save(tmp_path / "base", "qwen3_moe", **EXPERTS)
-    architecture, params = reference.load(tmp_path / "base")
-    lora = Lora(3, 6.0, existing_targets("all-linear", architecture))
-    shapes = jax.eval_shape(lambda: init_adapters(architecture, lora, jax.random.key(0), "lm"))
-    rng = np.random.default_rng(0)
-    adapters = jax.tree.map(lambda x: 0.1 * rng.normal(size=x.shape).astype(np.float32), shapes)
-    ids = reference.tokens()
-    model = Transformer(architecture, lora=lora)
-    positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-    joined = join_adapters(params, adapters)
-    hidden = jax.jit(model.apply)({"params": joined}, ids, positions).hidden
-    ours = heads.compute_logits(architecture, params, hidden)
-    assert np.abs(ours - reference.our_logits(architecture, params, ids)).max() > 0.1
-    export_checkpoint(params, architecture, tmp_path / "merged", adapters=adapters, lora=lora)
-    merged = reference.reload(tmp_path / "merged")
-    reference.assert_their_logits(ours, merged, ids, rtol=1e-4, is_computed=True)
 
 
 @pytest.mark.parametrize(

@@ -27,14 +27,13 @@ from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.lora import Lora, init_adapters, join_adapters
 from jax_ppo.models.quantization import quantize_kernels, round_parameters
 from jax_ppo.models.transformer import Transformer, unroll_params
-from jax_ppo.runtime import meshes, sharding
+from jax_ppo.runtime import meshes
 from jax_ppo.runtime.meshes import validate_architecture
-from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.training.networks import existing_targets
 from jax_ppo.types import Prompts
 from tiny_actor import ARCHITECTURE as QWEN_2
-from tiny_actor import make_prompts
+from tiny_actor import make_prompts, sample_on_mesh
 
 ARCHITECTURE = dataclasses.replace(
     QWEN_2,
@@ -123,14 +122,8 @@ def sample(mesh_shape, params, quantized=False, lora=None, dtype=jnp.float32):
     # Of prompts that are split evenly over four devices.
     prompts = Prompts(np.minimum(prompts.tokens, 63), prompts.lengths)
     model = Transformer(ARCHITECTURE, dtype, quantized=quantized, lora=lora)
-    with jax.set_mesh(mesh):
-        layouts = sharding.tree_shardings(mesh, params, sharding.TRAIN_RULES)
-        engine = BuiltInEngine(mesh, model, params)
-        engine.update_weights(jax.device_put(params, layouts))
-        own = jax.device_put(prompts, sharding.rows(mesh))
-        key = jax.device_put(jax.random.key(0), sharding.replicated(mesh))
-        options = SamplingOptions(8, 1.0, eos_ids=(3,), slots=4, n=2)
-        return prompts, jax.tree.map(np.asarray, engine.generate(own, key, options))
+    options = SamplingOptions(8, 1.0, eos_ids=(3,), slots=4, n=2)
+    return prompts, sample_on_mesh(mesh, model, params, prompts, options)
 
 
 def scored(params, prompts, rollout, lora=None):

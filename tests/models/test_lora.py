@@ -239,47 +239,25 @@ def test_there_and_back(head, tmp_path):
         )
 
 
-def test_what_peft_saves_of_our_reward_model_is_read(checkpoint, tmp_path):
+@pytest.mark.parametrize("unit", ["Sequence", "Token"])
+def test_what_peft_saves_of_our_reward_model_or_critic_is_read(checkpoint, unit, tmp_path):
     _, folder, architecture, _ = checkpoint
     adapters = random_adapters(architecture, TWO, "scalar")
-    save_adapters(adapters, architecture, TWO, tmp_path / "reward", "some/base")
+    per_token = unit == "Token"
+    save_adapters(adapters, architecture, TWO, tmp_path / "ours", "some/base", per_token=per_token)
 
     def theirs():
         import peft
-        from transformers import AutoModelForSequenceClassification
 
-        base = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
-        model = peft.PeftModel.from_pretrained(base, str(tmp_path / "reward"))
+        model_class = recorded.model_class(f"AutoModelFor{unit}Classification")
+        base = model_class.from_pretrained(folder, num_labels=1)
+        model = peft.PeftModel.from_pretrained(base, str(tmp_path / "ours"))
         model.save_pretrained(tmp_path / "theirs")
         tensors = load_file(tmp_path / "theirs/adapter_model.safetensors")
         return reference.read_adapters(tmp_path / "theirs"), tensors
 
     # PEFT adds its own names for a classifier to the parameters that are saved completely.
-    config, tensors = recorded.value("adapters", theirs, folder, tmp_path / "reward")
-    (tmp_path / "again").mkdir()
-    (tmp_path / "again/adapter_config.json").write_text(json.dumps(config))
-    save_file(tensors, tmp_path / "again/adapter_model.safetensors")
-    assert read_adapter_config(tmp_path / "again", architecture) == (TWO, "some/base")
-    again = load_adapters(tmp_path / "again", architecture, TWO, shardings(adapters), head="reward")
-    jax.tree.map(np.testing.assert_array_equal, again, adapters)
-
-
-def test_what_peft_saves_of_our_critic_is_read(checkpoint, tmp_path):
-    _, folder, architecture, _ = checkpoint
-    adapters = random_adapters(architecture, TWO, "scalar")
-    save_adapters(adapters, architecture, TWO, tmp_path / "critic", "some/base", per_token=True)
-
-    def theirs():
-        import peft
-        from transformers import AutoModelForTokenClassification
-
-        base = AutoModelForTokenClassification.from_pretrained(folder, num_labels=1)
-        model = peft.PeftModel.from_pretrained(base, str(tmp_path / "critic"))
-        model.save_pretrained(tmp_path / "theirs")
-        tensors = load_file(tmp_path / "theirs/adapter_model.safetensors")
-        return reference.read_adapters(tmp_path / "theirs"), tensors
-
-    config, tensors = recorded.value("adapters", theirs, folder, tmp_path / "critic")
+    config, tensors = recorded.value("adapters", theirs, folder, tmp_path / "ours")
     (tmp_path / "again").mkdir()
     (tmp_path / "again/adapter_config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "again/adapter_model.safetensors")

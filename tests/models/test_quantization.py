@@ -13,13 +13,12 @@ from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.quantization import quantize_kernels
 from jax_ppo.models.transformer import Transformer, unroll_params
-from jax_ppo.runtime import sharding
 from jax_ppo.runtime.meshes import make_mesh
-from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.decode_loop import sampler_program
 from jax_ppo.sampler.decoding_weights import shape_decoding_weights
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.types import Prompts
+from tiny_actor import sample_on_mesh
 
 ARCHITECTURE = Architecture(
     family="qwen2",
@@ -100,27 +99,21 @@ def test_a_column_of_zeros_stays_one():
 def test_an_engine_samples_from_the_rounded_weights(model, shape):
     """On one and on several devices, two of which share a key-value head in the last but one."""
     params = make_params(model.architecture)
-    devices = jax.devices()[: shape[0] * shape[1] * shape[2]]
     options = SamplingOptions(8, 1.0, eos_ids=(3,), slots=4)
     prompts = Prompts(np.arange(24, dtype=np.int32).reshape(8, 3), np.full(8, 3, np.int32))
 
-    def sample(mesh_shape, model, weights, devices):
+    def sample(mesh_shape, model, weights):
+        devices = jax.devices()[: np.prod(mesh_shape)]
         mesh = make_mesh(MeshShape(*mesh_shape), devices)
-        with jax.set_mesh(mesh):
-            layouts = sharding.tree_shardings(mesh, weights, sharding.TRAIN_RULES)
-            engine = BuiltInEngine(mesh, model, weights)
-            engine.update_weights(jax.device_put(weights, layouts))
-            own = jax.device_put(prompts, sharding.rows(mesh))
-            key = jax.device_put(jax.random.key(0), sharding.replicated(mesh))
-            return engine.generate(own, key, options)
+        return sample_on_mesh(mesh, model, weights, prompts, options)
 
     plain = model.clone(quantized=False)
-    rollout = sample(shape, model, params, devices)
-    expected = sample((1, 1, 1), plain, dequantize(params), devices[:1])
+    rollout = sample(shape, model, params)
+    expected = sample((1, 1, 1), plain, dequantize(params))
     np.testing.assert_array_equal(rollout.responses, expected.responses)
     np.testing.assert_allclose(rollout.logprobs, expected.logprobs, atol=1e-4)
-    exact = sample((1, 1, 1), plain, params, devices[:1])
-    assert np.abs(np.asarray(exact.logprobs) - rollout.logprobs).max() > 1e-3
+    exact = sample((1, 1, 1), plain, params)
+    assert np.abs(exact.logprobs - rollout.logprobs).max() > 1e-3
 
 
 def test_the_copy_takes_half_the_bytes_and_no_wide_one_is_made(params):

@@ -103,6 +103,7 @@ def test_configurations_go_there_and_back(name):
     architecture = from_hf_config(config)
     written = to_hf_config(architecture)
     assert from_hf_config(written) == architecture
+    assert written["rope_parameters"] == config["rope_parameters"]
     # What transformers 4 reads.
     older = {key: value for key, value in written.items() if key != "rope_parameters"}
     assert from_hf_config(older) == architecture

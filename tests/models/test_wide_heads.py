@@ -25,15 +25,14 @@ from jax_ppo.models.hf.load import describe_unread_parts
 from jax_ppo.models.lora import Lora
 from jax_ppo.models.rope import inverse_frequencies
 from jax_ppo.models.transformer import Transformer, unroll_params
-from jax_ppo.runtime import meshes, sharding
+from jax_ppo.runtime import meshes
 from jax_ppo.runtime.meshes import validate_architecture
 from jax_ppo.runtime.parallelism.vocabulary import embedding_layouts
-from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.decoding_weights import shape_decoding_weights
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.training.networks import existing_targets
 from jax_ppo.types import Prompts
-from tiny_actor import make_prompts
+from tiny_actor import make_prompts, sample_on_mesh
 
 FIELDS = reference.SIZES | GEMMA_4 | {"model_type": "gemma4_text"}
 # What devices of a mesh of two or four can split.
@@ -158,14 +157,8 @@ def sample(mesh_shape, params):
     mesh = tiny.make_mesh(int(np.prod(list(mesh_shape.values()))), **mesh_shape)
     prompts = make_prompts((5, 16, 1, 9))
     prompts = Prompts(np.minimum(prompts.tokens, 63), prompts.lengths)
-    with jax.set_mesh(mesh):
-        layouts = sharding.tree_shardings(mesh, params, sharding.TRAIN_RULES)
-        engine = BuiltInEngine(mesh, Transformer(ARCHITECTURE), params)
-        engine.update_weights(jax.device_put(params, layouts))
-        own = jax.device_put(prompts, sharding.rows(mesh))
-        key = jax.device_put(jax.random.key(0), sharding.replicated(mesh))
-        options = SamplingOptions(8, 1.0, eos_ids=(3,), slots=4, n=2)
-        return prompts, jax.tree.map(np.asarray, engine.generate(own, key, options))
+    options = SamplingOptions(8, 1.0, eos_ids=(3,), slots=4, n=2)
+    return prompts, sample_on_mesh(mesh, Transformer(ARCHITECTURE), params, prompts, options)
 
 
 @pytest.mark.slow

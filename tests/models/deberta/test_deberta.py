@@ -2,25 +2,27 @@
 
 import functools
 import json
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
-from safetensors.numpy import load_file, save_file
 
+import config_sweep
 import hf_reference as reference
 import recorded
 from jax_ppo.errors import UserError
 from jax_ppo.memory.step_flops import count_forward_flops
-from jax_ppo.models.deberta.architecture import deberta_from_hf_config
+from jax_ppo.models.deberta.architecture import UNUSED_FIELDS, deberta_from_hf_config
 from jax_ppo.models.deberta.encoder import (
     Deberta,
     align_distances,
     init_deberta_params,
     relative_buckets,
 )
+from jax_ppo.models.hf.fields import HARMLESS_FIELDS
 from jax_ppo.models.hf.load import load_checkpoint, read_architecture, read_reward_architecture
 
 V3 = {  # deberta-v3's config.json, small
@@ -190,23 +192,6 @@ def test_bfloat16_is_as_far_off_as_transformers_is(tmp_path):
     assert 0 < error.mean() < 1.5 * np.abs(low - exact).mean() and error.max() < 0.1
 
 
-def test_a_checkpoint_in_shards(tmp_path):
-    model = make(tmp_path / "many", shard_bytes=20_000)
-    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
-    np.testing.assert_allclose(
-        score_padded_rows(*load(tmp_path / "many"), IDS, LENGTHS),
-        theirs(model, IDS, LENGTHS),
-        rtol=1e-4,
-        atol=1e-5,
-    )
-
-
-def change(folder, add=(), remove=()):
-    tensors = load_file(folder / "model.safetensors")
-    tensors = {name: value for name, value in tensors.items() if name not in remove} | dict(add)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-
-
 @pytest.mark.parametrize(
     ("add", "remove", "message"),
     [
@@ -240,7 +225,7 @@ def change(folder, add=(), remove=()):
 )
 def test_tensors_that_are_not_what_they_should_be(tmp_path, add, remove, message):
     make(tmp_path)
-    change(tmp_path, add, remove)
+    reference.rewrite_tensors(tmp_path, add, remove)
     with pytest.raises(UserError) as caught:
         read_reward_architecture(tmp_path)
     assert message in str(caught.value) and str(tmp_path) in str(caught.value)
@@ -251,14 +236,14 @@ def test_tensors_that_change_nothing_are_ignored(tmp_path):
     positions = "deberta.embeddings.position_ids"
     table = "deberta.embeddings.position_embeddings.weight"
     ordered = np.arange(64)[None]
-    change(tmp_path, {positions: ordered, table: np.zeros((64, 32), np.float32)})
+    reference.rewrite_tensors(tmp_path, {positions: ordered, table: np.zeros((64, 32), np.float32)})
     read_reward_architecture(tmp_path)
     # With other values they would change something, had the model been made to read them.
     for name, harmless in ((positions, ordered), (table, np.zeros((64, 32), np.float32))):
-        change(tmp_path, {name: harmless + 1})
+        reference.rewrite_tensors(tmp_path, {name: harmless + 1})
         with pytest.raises(UserError, match=f"has 1 tensors that this model would not use: {name}"):
             read_reward_architecture(tmp_path)
-        change(tmp_path, {name: harmless})
+        reference.rewrite_tensors(tmp_path, {name: harmless})
 
 
 @pytest.mark.parametrize(
@@ -369,3 +354,45 @@ def test_a_size_may_be_left_out_but_is_not_null(name):
     deberta_from_hf_config({key: value for key, value in V3.items() if key != name})
     with pytest.raises(UserError, match=name):
         deberta_from_hf_config(V3 | {name: None})
+
+
+# Fields that a configuration may get by hand or from another program.
+ADDED = {
+    "attention_head_size": [8, 4, None],
+    "conv_act": ["gelu", "nothing", None],
+    "conv_groups": [1, 2, None],
+    "conv_kernel_size": [0, 3, -1, None],
+    "embedding_size": [32, 16, None],
+    "is_causal": [True, False],
+    "num_experts": [2],
+    "pooler_hidden_size": [32, 16, None],
+}
+UNUSED_VALUES = [None, True, 0, 3, "x", []]
+
+
+@pytest.mark.parity
+@pytest.mark.exhaustive
+def test_every_change_of_a_field_gives_equal_scores_or_a_refusal(tmp_path):
+    make(tmp_path)
+    ids = reference.tokens(6, 20)
+    model = reference.reload(tmp_path, task="SequenceClassification")
+
+    def their_scores():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return live_scores(model.load(), ids)
+
+    sweep = config_sweep.Sweep(
+        folder=tmp_path,
+        read=deberta_from_hf_config,
+        ours=lambda: np.asarray(score_padded_rows(*load(tmp_path), ids, [20] * 6)),
+        theirs=their_scores,
+        harmless=HARMLESS_FIELDS | UNUSED_FIELDS,
+    )
+    accepted, refused = sweep.run(config_sweep.change_each_field(sweep.config, sweep.config))
+    assert accepted > 50 and refused > 100
+    accepted, refused = sweep.run(config_sweep.add_fields(sweep.config, ADDED))
+    assert accepted > 5 and refused > 10
+    unread = {name: UNUSED_VALUES for name in UNUSED_FIELDS if name not in sweep.config}
+    accepted, refused = sweep.run(config_sweep.add_fields(sweep.config, unread))
+    assert accepted == len(unread) * len(UNUSED_VALUES) and refused == 0

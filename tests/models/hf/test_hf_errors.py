@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 import hf_reference as reference
 import recorded
+from hf_reference import rewrite_tensors
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.config import from_hf_config
 from jax_ppo.models.hf.families import FAMILIES
@@ -33,13 +34,6 @@ CONFIG = reference.SIZES | {"model_type": "llama"}
 def folder(tmp_path):
     reference.save(tmp_path)
     return tmp_path
-
-
-def rewrite_tensors(folder, add=(), remove=()):
-    """Rewrite the tensors of a folder."""
-    tensors = load_file(folder / "model.safetensors")
-    tensors = {name: value for name, value in tensors.items() if name not in remove} | dict(add)
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def refusal(folder, head="lm"):

@@ -50,32 +50,6 @@ def test_there_and_back(family, changes, tmp_path):
     reference.assert_same_logits(reference.reload(tmp_path / "out"), model, reference.tokens())
 
 
-@pytest.mark.parametrize(
-    "parameters",
-    [
-        {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "rope_theta": 5e5,
-            "original_max_position_embeddings": 32,
-        },
-        {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "rope_theta": 1e6,
-            "original_max_position_embeddings": 16,
-        },
-    ],
-)
-def test_rope_parameters_survive(parameters, tmp_path):
-    model = reference.save(tmp_path / "source", rope_parameters=parameters)
-    architecture, params = reference.load(tmp_path / "source")
-    export_checkpoint(params, architecture, tmp_path / "out")
-    reference.assert_same_logits(reference.reload(tmp_path / "out"), model, reference.tokens())
-
-
 def test_shards(tmp_path):
     model = reference.save(tmp_path / "source", "qwen2")
     architecture, params = reference.load(tmp_path / "source")
