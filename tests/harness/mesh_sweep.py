@@ -2,9 +2,14 @@
 
     PYTHONPATH=.:tests python tests/harness/mesh_sweep.py --devices 8 16
 
-A dense model runs on every mesh without `expert`, a mixture of experts on every one with it. Each
-line has the largest relative difference from one device of what is scored and of four optimizer
-steps of actor and critic; the tokens that are drawn must be the same.
+A dense model runs on every mesh without `expert`, a mixture of experts on every one with it, and
+other blocks and replayed experts on some. Each line has the largest relative difference from one
+device of what is scored and of four optimizer steps of actor and critic; the tokens that are drawn
+must be the same.
+
+In float32, gradients on different meshes differ by about 1e-6 of the largest, and Adam amplifies
+that: it divides a gradient that is nearly 0 by its own size. Float64, in which rounding is nine
+orders of magnitude smaller, tells rounding from a mistake in a program.
 """
 
 import argparse
@@ -22,15 +27,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import float64_meshes
-import tiny
-from jax_ppo.config import validation
-from jax_ppo.errors import UserError
-from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.transformer import Transformer
-from jax_ppo.runtime import meshes, sharding
-from jax_ppo.sampler.built_in import BuiltInEngine
-from jax_ppo.sampler.engine import SamplingOptions
+jax.config.update("jax_enable_x64", True)
+# Every float32 that the package asks for is a float64 here. Before the package is imported.
+jnp.float32 = jnp.float64
+np.float32 = np.float64  # type: ignore[misc]
+
+import tiny  # noqa: E402
+import tiny_actor  # noqa: E402
+from jax_ppo.errors import UserError  # noqa: E402
+from jax_ppo.models.architecture import Architecture  # noqa: E402
+from jax_ppo.models.transformer import Transformer  # noqa: E402
+from jax_ppo.runtime import meshes  # noqa: E402
+from jax_ppo.sampler.engine import SamplingOptions  # noqa: E402
 
 # Every program is compiled once: none is read from the disk.
 jax.config.update("jax_enable_compilation_cache", False)
@@ -50,6 +58,32 @@ MESHES_PER_CACHE = 8
 Shape = dict[str, int]
 
 
+class Case(NamedTuple):
+    """A model on a mesh.
+
+    Attributes:
+      name: of the model.
+      architecture: of both roles.
+      shape: sizes of the axes of the mesh that are not 1.
+      replays: whether the rollout has a record of the experts of each token.
+    """
+
+    name: str
+    architecture: Architecture
+    shape: Shape
+    replays: bool = False
+
+
+PARTS_OF_EXPERTS = {"fsdp": 2, "expert": 2, "context": 2}
+FURTHER_CASES = (
+    Case("ungated", tiny.UNGATED, {"model": 2}),
+    Case("latent", tiny.LATENT, {"data": 2, "expert": 2, "model": 2}),
+    Case("latent", tiny.LATENT, PARTS_OF_EXPERTS),
+    Case("replayed mixture", tiny.MIXTURE, PARTS_OF_EXPERTS, replays=True),
+    Case("replayed mixture", tiny.MIXTURE, {"stage": 2, "fsdp": 2, "expert": 2}, replays=True),
+)
+
+
 class Result(NamedTuple):
     """What one step computes, on the host.
 
@@ -66,24 +100,23 @@ class Result(NamedTuple):
     responses: np.ndarray
 
 
-def mesh_shapes(devices: int) -> Iterator[Shape]:
-    """Yield every way to write a number of devices as the product of the axes' sizes."""
+def mesh_cases(devices: int) -> Iterator[Case]:
+    """Yield a case for every way to write a number of devices as the product of the axes' sizes."""
     sizes = [size for size in range(1, devices + 1) if devices % size == 0]
-    for shape in itertools.product(sizes, repeat=len(meshes.AXES)):
-        if math.prod(shape) == devices:
-            yield dict(zip(meshes.AXES, shape, strict=True))
+    for product in itertools.product(sizes, repeat=len(meshes.AXES)):
+        if math.prod(product) == devices:
+            shape = dict(zip(meshes.AXES, product, strict=True))
+            # A mixture where devices share out experts, else a dense model.
+            name, model = ("mixture", MIXTURE) if shape["expert"] > 1 else ("dense", DENSE)
+            layers = max(2, shape["stage"])
+            yield Case(name, dataclasses.replace(model, num_layers=layers), shape)
 
 
-def make_architecture(shape: Shape) -> Architecture:
-    """Return a mixture where devices share out experts, else a dense model."""
-    model = MIXTURE if shape["expert"] > 1 else DENSE
-    return dataclasses.replace(model, num_layers=max(2, shape["stage"]))
-
-
-def make_config(shape: Shape) -> Any:
-    """Return the options of a step; the router's loss needs whole rows."""
+def make_config(case: Case) -> Any:
+    """Return the options of a step in float64; the router's loss needs whole rows."""
+    shape = dict.fromkeys(meshes.AXES, 1) | case.shape
     has_router_loss = shape["expert"] > 1 and shape["context"] == 1
-    return float64_meshes.wide_config(
+    config = tiny.config(
         actor__use_kl_loss=True,
         actor__kl_loss_coef=0.1,
         actor__ppo_epochs=2,
@@ -93,8 +126,20 @@ def make_config(shape: Shape) -> Any:
         **{f"mesh__{axis}": size for axis, size in shape.items()},
     )
 
+    def store_wide(role: Any) -> Any:
+        # No option can ask for it.
+        optim = dataclasses.replace(role.optim, param_dtype="float64", moments_dtype="float64")
+        return dataclasses.replace(role, optim=optim)
 
-def run_step(config: Any, mesh: jax.sharding.Mesh) -> Result:
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, dtype="float64"),
+        actor=store_wide(config.actor),
+        critic=store_wide(config.critic),
+    )
+
+
+def run_step(config: Any, mesh: jax.sharding.Mesh, replays: bool) -> Result:
     """Score random responses, update actor and critic with them, and draw others."""
     # A row of each device in a micro-batch.
     rows = meshes.row_shards(mesh) // meshes.row_parts(mesh)
@@ -102,17 +147,18 @@ def run_step(config: Any, mesh: jax.sharding.Mesh) -> Result:
         state = tiny.make_state(config, mesh)
         before = jax.tree.map(np.array, (state.actor, state.critic))
         rollout = tiny.make_rollout(mesh, samples=SAMPLES)
-        engine = BuiltInEngine(mesh, Transformer(tiny.ARCHITECTURE, jnp.float64), state.actor)
-        engine.update_weights(state.actor)
-        key = jax.device_put(jax.random.key(0), sharding.replicated(mesh))
-        drawn = engine.generate(rollout.prompts, key, SAMPLING)
+        model = Transformer(tiny.ARCHITECTURE, jnp.float64)
+        drawn = tiny_actor.sample_on_mesh(mesh, model, state.actor, rollout.prompts, SAMPLING)
+        if replays:
+            experts = tiny.random_routing(mesh, samples=SAMPLES)
+            rollout = dataclasses.replace(rollout, routed_experts=experts)
         experience, _ = tiny.make_experience(config, mesh, state, rollout, rows=rows)
         scored = jax.tree.map(np.asarray, experience)
         batches = tiny.pack_batches(config, mesh, rollout, GROUPS, rows)
         nets = tiny.networks(config)
         state, _ = tiny.update_state(config, nets, 100, state, experience, batches, batches)
         after = jax.tree.map(np.asarray, (state.actor, state.critic))
-        return Result(scored, before, after, np.asarray(drawn.responses))
+        return Result(scored, before, after, drawn.responses)
 
 
 def relative_difference(ours: Any, expected: Any, origin: Any = None) -> float:
@@ -136,23 +182,21 @@ class Comparison:
     def __init__(self) -> None:
         self._alone: dict[Any, Result] = {}
 
-    def run(self, shape: Shape) -> str:
+    def run(self, case: Case) -> str:
         """Compare a mesh with one device, and return a line.
 
         Raises:
           UserError: the program refuses the mesh.
           AssertionError: a difference is no rounding.
         """
-        config = make_config(shape)
-        validation._validate_mesh(config.mesh, config.packing)
-        validation._apply(validation.MESH_RULES, config)
-        tiny.ARCHITECTURE = make_architecture(shape)
-        mesh = tiny.make_mesh(math.prod(shape.values()), **shape)
+        config = make_config(case)
+        tiny.ARCHITECTURE = case.architecture
+        mesh = tiny.make_mesh(math.prod(case.shape.values()), **{"data": 1} | case.shape)
         meshes.validate_architecture(mesh, tiny.ARCHITECTURE)
-        kind = tiny.ARCHITECTURE, config.actor.router_aux_loss_coef
+        kind = tiny.ARCHITECTURE, config.actor.router_aux_loss_coef, case.replays
         if kind not in self._alone:
-            self._alone[kind] = run_step(config, tiny.make_mesh())
-        alone, ours = self._alone[kind], run_step(config, mesh)
+            self._alone[kind] = run_step(config, tiny.make_mesh(), case.replays)
+        alone, ours = self._alone[kind], run_step(config, mesh, case.replays)
         scored = relative_difference(ours.experience, alone.experience)
         updated = relative_difference(ours.after, alone.after, alone.before)
         drawn = (ours.responses == alone.responses).all()
@@ -162,27 +206,26 @@ class Comparison:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run all meshes, or some of them in the order of a seed."""
+    """Run the further cases and all meshes, or some of these in the order of a seed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", type=int, nargs="+", default=[8, MOST_DEVICES])
     parser.add_argument("--part", type=int, help="number of meshes; default: all")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     jax.config.update("jax_num_cpu_devices", MOST_DEVICES)
-    shapes = [shape for devices in options.devices for shape in mesh_shapes(devices)]
-    random.Random(options.seed).shuffle(shapes)
+    cases = [case for devices in options.devices for case in mesh_cases(devices)]
+    random.Random(options.seed).shuffle(cases)
     comparison = Comparison()
     counts: collections.Counter[str] = collections.Counter()
-    for number, shape in enumerate(shapes[: options.part]):
-        name = " x ".join(f"{axis} {size}" for axis, size in shape.items() if size > 1)
-        kind = "mixture" if shape["expert"] > 1 else "dense"
+    for number, case in enumerate([*FURTHER_CASES, *cases[: options.part]]):
+        name = " x ".join(f"{axis} {size}" for axis, size in case.shape.items() if size > 1)
         try:
-            result, outcome = comparison.run(shape), "equal"
+            result, outcome = comparison.run(case), "equal"
         except UserError as error:
             result, outcome = f"refused: {error}", "refused"
         except Exception as error:  # The others run, too.
             result, outcome = f"FAILED {type(error).__name__}: {error}", "failed"
-        print(f"{math.prod(shape.values())} {kind} {name}: {result}", flush=True)
+        print(f"{math.prod(case.shape.values())} {case.name} {name}: {result}", flush=True)
         counts[outcome] += 1
         if number % MESHES_PER_CACHE == 0:
             # Memory maps are limited (conftest.py).
