@@ -18,7 +18,6 @@ from jax_ppo.errors import UserError
 each_page = pytest.mark.parametrize("page", doc_pages.PAGES, ids=doc_pages.page_id)
 OPTIONS = {option.name for option in schema.all_options()}
 SECTIONS = {name.partition(".")[0] for name in OPTIONS if "." in name}
-LEAVES = {name.rpartition(".")[2] for name in OPTIONS}
 FOREIGN = (
     "| verl |",
     "| `PPOConfig` |",

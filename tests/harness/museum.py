@@ -46,6 +46,11 @@ TEST_LOGPROBS = "tests/kernels/test_logprobs.py"
 TEST_STAGES = "tests/runtime/parallelism/test_pipeline.py"
 TEST_UPDATE = "tests/ppo/test_update.py"
 TEST_EXPERIENCE = "tests/ppo/test_experience.py"
+TEST_OBJECTIVES = "tests/ppo/test_objectives.py"
+TEST_ROUTER_REPLAY = "tests/ppo/test_router_replay.py"
+TEST_OPTIMIZER = "tests/training/test_optimizer.py"
+TEST_PARTS = "tests/run/test_parts.py"
+TEST_HF_LOGITS = "tests/models/hf/test_hf_logits.py"
 
 END_OF_RESPONSE = [
     Exhibit(
@@ -108,9 +113,7 @@ END_OF_RESPONSE = [
     Exhibit(
         name="eos_ids_in_generation_config_are_not_read",
         source="vllm#4182: Llama 3 lists its second EOS only in generation_config.json",
-        test=(
-            "tests/models/hf/test_hf_logits.py::test_every_end_of_sequence_is_known_the_configs_first"
-        ),
+        test=f"{TEST_HF_LOGITS}::test_every_end_of_sequence_is_known_the_configs_first",
         where="read_architecture",
         old="tuple(dict.fromkeys([*architecture.eos_ids, *more]))",
         new="architecture.eos_ids",
@@ -331,7 +334,7 @@ MODELS = [
     Exhibit(
         name="the_norm_rounds_after_its_scale",
         source="TransformerEngine#1132, transformers#33133: other results in bfloat16",
-        test="tests/models/hf/test_hf_logits.py::test_the_norm_rounds_where_transformers_does",
+        test=f"{TEST_HF_LOGITS}::test_the_norm_rounds_where_transformers_does",
         where="RMSNorm.__call__",
         old="scale * wide.astype(x.dtype)",
         new="(scale.astype(jnp.float32) * wide).astype(x.dtype)",
@@ -339,10 +342,7 @@ MODELS = [
     Exhibit(
         name="head_dim_is_computed_and_not_read",
         source="lmdeploy#2761, candle#2358: head_dim of Mistral Nemo is not hidden_size / heads",
-        test=(
-            "tests/models/hf/test_hf_logits.py::test_logits_are_those_of_transformers[llama, "
-            "wide heads]"
-        ),
+        test=f"{TEST_HF_LOGITS}::test_logits_are_those_of_transformers[llama, wide heads]",
         where="_read_head_dim",
         old="head_dim is None",
         new="True",
@@ -848,7 +848,7 @@ REWARD_AND_KL = [
     Exhibit(
         name="the_reference_at_another_temperature",
         source="tunix at T = 0.9: log-probs at T = 1, the reference's at T: a KL to itself",
-        test=f"{TEST_UPDATE}::test_kl_is_zero_at_first_for_every_estimator",
+        test=f"{TEST_UPDATE}::test_first_mini_batch_has_ratio_one_and_kl_zero",
         where="_compute_rows",
         old="logprobs(ref_net, reference, ref_hidden)",
         new="forward.target_logprobs(ref_net, reference, ref_hidden, rows, 1.0)",
@@ -999,9 +999,7 @@ LOSSES_AND_RATIO = [
     Exhibit(
         name="old_policy_and_reference_are_mixed_up",
         source="the CS336 notes: the old policy's log-probs are named ref_logprobs",
-        test=(
-            "tests/ppo/test_objectives.py::test_the_ratio_is_to_the_old_policy_and_the_kl_to_the_reference"
-        ),
+        test=f"{TEST_OBJECTIVES}::test_the_ratio_is_to_the_old_policy_and_the_kl_to_the_reference",
         where="policy_loss_inputs",
         old="packing.to_rows(experience.old_logprobs, rows)",
         new="packing.to_rows(experience.ref_logprobs, rows)",
@@ -1033,9 +1031,7 @@ LOSSES_AND_RATIO = [
     Exhibit(
         name="values_are_clipped_around_themselves",
         source="tensorflow/agents#352: old values were recomputed, and nothing was clipped",
-        test=(
-            "tests/ppo/test_objectives.py::test_the_value_loss_is_clipped_around_the_values_of_the_rollout"
-        ),
+        test=f"{TEST_OBJECTIVES}::test_the_value_loss_is_clipped_around_the_values_of_the_rollout",
         where="weighted_value_loss",
         old="packing.to_rows(experience.values, rows)",
         new="jax.lax.stop_gradient(values)",
@@ -1043,7 +1039,7 @@ LOSSES_AND_RATIO = [
     Exhibit(
         name="a_negative_kl_stops_nothing",
         source="stable-baselines3#417, spinningup#137: mean(old - new) may be negative",
-        test="tests/ppo/test_objectives.py::test_the_approximate_kl_is_never_negative",
+        test=f"{TEST_OBJECTIVES}::test_the_approximate_kl_is_never_negative",
         where="_policy_metrics",
         old="jnp.expm1(policy.log_ratio) - policy.log_ratio",
         new="-policy.log_ratio",
@@ -1129,10 +1125,7 @@ UPDATES = [
     Exhibit(
         name="replayed_experts_are_those_of_the_next_token",
         source="NovaSky-AI/SkyRL#1908, vllm#37094: experts were cut to other tokens",
-        test=(
-            "tests/ppo/test_router_replay.py::"
-            "test_the_record_is_what_one_pass_over_the_whole_sequence_selects"
-        ),
+        test=f"{TEST_ROUTER_REPLAY}::test_the_record_is_what_one_pass_over_the_whole_sequence_selects",
         where="routing.record_tokens",
         old="record.sequences.at[sample_B, positions_B]",
         new="record.sequences.at[sample_B, positions_B + 1]",
@@ -1140,10 +1133,7 @@ UPDATES = [
     Exhibit(
         name="the_experts_of_prompts_are_not_replayed",
         source="THUDM/slime#1145, vllm#37094: the record began with the response",
-        test=(
-            "tests/ppo/test_router_replay.py::"
-            "test_the_record_is_what_one_pass_over_the_whole_sequence_selects"
-        ),
+        test=f"{TEST_ROUTER_REPLAY}::test_the_record_is_what_one_pass_over_the_whole_sequence_selects",
         where="routing.record_entries",
         old="return record._replace(sequences=sequences)",
         new="return record",
@@ -1151,10 +1141,7 @@ UPDATES = [
     Exhibit(
         name="replayed_experts_outside_the_top_k_weigh_nothing",
         source="ISEEKYAN/Megatron-LM#79: weights and gradients zero outside the new top k",
-        test=(
-            "tests/ppo/test_router_replay.py::"
-            "test_the_gradient_of_replayed_experts_is_that_of_a_softmax_over_them"
-        ),
+        test=f"{TEST_ROUTER_REPLAY}::test_the_gradient_of_replayed_experts_is_that_of_a_softmax_over_them",
         where="experts.select_experts",
         old="weights = jnp.take_along_axis(probabilities, experts, axis=-1)",
         new=(
@@ -1198,7 +1185,7 @@ UPDATES = [
     Exhibit(
         name="epochs_repeat_one_mini_batch",
         source="tunix: a mini-batch's epochs follow each other; lm-human-preference-details",
-        test="tests/run/test_parts.py::test_every_epoch_of_every_step_cuts_the_whole_rollout_anew",
+        test=f"{TEST_PARTS}::test_every_epoch_of_every_step_cuts_the_whole_rollout_anew",
         where="RolloutPacker._mini_batches",
         old="[self.seed, step, epoch]",
         new="[self.seed]",
@@ -1206,7 +1193,7 @@ UPDATES = [
     Exhibit(
         name="one_key_for_all_steps",
         source="tunix 0.1.7: the sampling key does not change from step to step",
-        test="tests/run/test_parts.py::test_keys_differ_by_seed_stream_and_step",
+        test=f"{TEST_PARTS}::test_keys_differ_by_seed_stream_and_step",
         where="sample_key",
         old="jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stream), step)",
         new="jax.random.fold_in(jax.random.key(seed), stream)",
@@ -1230,7 +1217,7 @@ UPDATES = [
     Exhibit(
         name="the_first_learning_rate_is_zero",
         source="verl#3674, torchtune#2010, bert#1293: the first warm-up step changes nothing",
-        test=f"{TEST_UPDATE}::test_learning_rate_by_hand",
+        test=f"{TEST_OPTIMIZER}::test_a_schedule_ends_at_its_floor_and_stays_there",
         where="learning_rate",
         old="options.lr * (step + 1)",
         new="options.lr * step",
@@ -1238,7 +1225,7 @@ UPDATES = [
     Exhibit(
         name="weight_decay_applies_to_norms",
         source="transformers#35927, Fast-LLM#542: the scales of RMSNorm were decayed",
-        test=f"{TEST_UPDATE}::test_weight_decay_leaves_norms_alone",
+        test=f"{TEST_OPTIMIZER}::test_weight_decay_leaves_norms_alone",
         where="make_optimizer",
         old="path[-1].key in DECAYED_LEAVES",
         new="path[-1].key != 'bias'",
@@ -1246,7 +1233,7 @@ UPDATES = [
     Exhibit(
         name="weight_decay_goes_through_adam",
         source="arXiv 1711.05101: L2 regularization in Adam is not weight decay",
-        test=f"{TEST_UPDATE}::test_weight_decay_leaves_norms_alone",
+        test=f"{TEST_OPTIMIZER}::test_weight_decay_leaves_norms_alone",
         where="make_optimizer",
         old=(
             "optax.chain(optax.clip_by_global_norm(grad_clip), "
@@ -1335,9 +1322,7 @@ RULES_IN_A_RUN = [
     Exhibit(
         name="rules_see_special_tokens",
         source="verl#715: `...</answer><|im_end|>` matches no pattern that ends with </answer>",
-        test=(
-            "tests/run/test_parts.py::test_rules_see_each_response_beside_its_own_example_and_nothing_special"
-        ),
+        test=f"{TEST_PARTS}::test_rules_see_each_response_beside_its_own_example_and_nothing_special",
         where="decode_texts",
         old="tokenizer.batch_decode(rows, skip_special_tokens=not has_marks, **options)",
         new="tokenizer.batch_decode(rows, skip_special_tokens=False, **options)",
@@ -1345,9 +1330,7 @@ RULES_IN_A_RUN = [
     Exhibit(
         name="rules_see_the_wrong_example",
         source="VLM-R1#129, R1-V#146: solutions were shifted against n responses per prompt",
-        test=(
-            "tests/run/test_parts.py::test_rules_see_each_response_beside_its_own_example_and_nothing_special"
-        ),
+        test=f"{TEST_PARTS}::test_rules_see_each_response_beside_its_own_example_and_nothing_special",
         where="RuleScorer._decode_local",
         old="batch.examples[i // n]",
         new="batch.examples[i % len(batch.examples)]",
@@ -1355,7 +1338,7 @@ RULES_IN_A_RUN = [
     Exhibit(
         name="no_warning_that_filters_make_the_run_off_policy",
         source="trl#6789, verl#6240: top-p below 1 silently biased the ratio",
-        test="tests/run/test_parts.py::test_filters_are_said_to_make_what_is_learned_off_policy",
+        test=f"{TEST_PARTS}::test_filters_are_said_to_make_what_is_learned_off_policy",
         where="train_notes",
         old="rollout.truncates",
         new="False",
@@ -1693,7 +1676,7 @@ SURVIVORS = [
     Exhibit(
         name="the_cosine_schedule_ends_at_zero",
         source=MUTATION,
-        test="tests/training/test_optimizer.py::test_a_schedule_ends_at_its_floor_and_stays_there",
+        test=f"{TEST_OPTIMIZER}::test_a_schedule_ends_at_its_floor_and_stays_there",
         where="cosine_rate",
         old="optax.cosine_decay_schedule(options.lr, decay_steps, alpha=options.min_lr_ratio)",
         new="optax.cosine_decay_schedule(options.lr, decay_steps)",

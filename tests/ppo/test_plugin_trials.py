@@ -76,11 +76,21 @@ def test_a_loss_names_its_metrics(tmp_path):
             "return policy, {'mine': policy.loss.sum()}",
             r"its metric 'mine' has shape \(\); expected one number per token",
         ),
+        (
+            "actor.policy_loss",
+            "return batch.logprobs",
+            "returned an array of shape .*; expected a kernels.losses.PolicyLoss",
+        ),
+        (
+            "actor.policy_loss",
+            "return policy._replace(loss=policy.loss.mean())",
+            r"its loss has shape \(\)",
+        ),
         ("algorithm.adv_estimator", "return rewards, {'mine': rewards}", "expected a scalar"),
         ("algorithm.adv_estimator", "return rewards, {'std': 1.0}", "another name than mean"),
     ],
 )
-def test_a_wrong_metric_is_refused(tmp_path, option, body, message):
+def test_a_wrong_loss_or_metric_is_refused(tmp_path, option, body, message):
     with pytest.raises(UserError, match=message):
         try_body(tmp_path, option, body)
 

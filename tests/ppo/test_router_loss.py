@@ -2,13 +2,13 @@
 
 import jax
 import pytest
-from test_update import assert_close, run_gradients
 
 import hlo
 import tiny
 from jax_ppo.errors import UserError
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.training.networks import refuse_router_loss
+from tiny_update import assert_close, run_gradients
 
 LOSS = {"actor__router_aux_loss_coef": 0.5, "critic__router_aux_loss_coef": 0.5}
 EVERYWHERE = {"data": 1, "fsdp": 2, "expert": 2, "model": 2}

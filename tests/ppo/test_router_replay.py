@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_update import assert_close, run_gradients
 
 import tiny
 from answering import Answering
@@ -26,6 +25,7 @@ from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.training.networks import refuse_router_replay
 from jax_ppo.types import Prompts
 from llama_folder import write_arithmetic_llama
+from tiny_update import assert_close, run_gradients
 
 E, K = 16, 4
 # Of many experts, some are nearly equally probable.

@@ -2,7 +2,6 @@
 
 import http.server
 import os
-import pathlib
 import socket
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from jax_ppo.errors import UserError
 from jax_ppo.runtime import distributed
 from waiting import HANG_SECONDS, keep_port
 
-ROOT = pathlib.Path(__file__).parents[2]
 EXPLICIT = {"JAX_COORDINATOR_ADDRESS": "host:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
 SLURM = {
     "SLURM_JOB_ID": "9",

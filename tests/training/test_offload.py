@@ -30,12 +30,6 @@ def memory_kinds(tree):
     return {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
 
 
-def idle_trees(state):
-    return [state.models[name] for name in ("reference", "reward", "critic")] + [
-        state.optimizers["critic"]
-    ]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [1, 2])
 def test_an_offloaded_optimizer_trains_alike_and_stays_on_the_host(tmp_path, fsdp):

@@ -3,10 +3,10 @@
 import dataclasses
 
 import pytest
-from test_pipeline import ARCHITECTURE, EXPERTS, T, compiled_on_mesh
 
 import tiny
 from hlo import read_collectives
+from layers_on_mesh import ARCHITECTURE, EXPERTS, T, compiled_on_mesh
 
 DELTA = dataclasses.replace(
     ARCHITECTURE,

@@ -14,77 +14,20 @@ from jax_ppo.errors import UserError
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes, sharding
 from jax_ppo.runtime.parallelism import pipeline
+from layers_on_mesh import ARCHITECTURE, EXPERTS, T, compiled_on_mesh, gradient, inputs
 
-R, T = 16, 12
-ARCHITECTURE = dataclasses.replace(tiny.ARCHITECTURE, num_layers=4, qk_norm=True, qkv_bias=True)
 # Global and local layers in turn: a stage must know which are its own.
 MIXED = dataclasses.replace(
     ARCHITECTURE, sliding_window=3, local_layers=(True, False, False, True), local_rope_theta=100.0
 )
-
-
-EXPERTS = dataclasses.replace(ARCHITECTURE, num_experts=4, experts_per_token=2)
-
-
-def gradient(params, tokens, slope, *, model):
-    """Return the gradient of a sum of hidden states, and the hidden states."""
-    layers = np.arange(model.architecture.num_layers)[:, None, None]
-    # Each row has its own segments and positions, so that rows cannot be mistaken for each other.
-    cut = (np.arange(len(tokens)) % (T - 1) + 1)[:, None]
-    segments = np.where(np.arange(T) < cut, 0, 1)
-    positions = np.where(np.arange(T) < cut, np.arange(T), np.arange(T) - cut)
-
-    def loss(params):
-        out = model.apply({"params": params}, tokens, positions, segments)
-        # Each layer's auxiliary outputs count differently, and each row's.
-        losses = [jnp.sum(x * (slope[None, :, :, 0] + layers)) for x in out.auxiliary.values()]
-        return jnp.sum(out.hidden * slope) + sum(losses), out.hidden
-
-    return jax.grad(loss, has_aux=True)(params)
-
-
-def inputs(architecture):
-    r = np.random.default_rng(0)
-    # Less far from uniform than elsewhere: gradients of four layers amplify rounding.
-    params = jax.tree.map(lambda x: 0.4 * x, tiny.random_params(architecture, 0, 0, "lm"))
-    tokens = r.integers(2, 32, (R, T)).astype(np.int32)
-    return params, tokens, r.normal(size=(R, T, architecture.hidden_size)).astype(np.float32)
+ALL_AXES = (("stage", 2), ("fsdp", 2), ("model", 2))
+STAGES_AND_DATA = (("stage", 4), ("data", 2))
 
 
 @functools.cache
 def on_one_device(architecture):
     model = Transformer(architecture, router_loss=bool(architecture.num_experts))
     return jax.device_get(jax.jit(functools.partial(gradient, model=model))(*inputs(architecture)))
-
-
-def on_mesh(mesh, model, dtype=jnp.float32):
-    """Return the compiled gradient, and its arguments on the mesh."""
-    params, *arrays = inputs(model.architecture)
-    with jax.set_mesh(mesh):
-        params = jax.device_put(params, sharding.tree_shardings(mesh, params, sharding.TRAIN_RULES))
-        arrays = jax.device_put(arrays, sharding.rows(mesh))
-        layouts = jax.tree.map(lambda x: x.sharding, (params, arrays[0]))
-        run = jax.jit(functools.partial(gradient, model=model), out_shardings=layouts)
-        return run.lower(params, *arrays).compile(), (params, *arrays)
-
-
-@functools.cache
-def compiled_on_mesh(shape, architecture, **options):
-    """Return the compiled gradient, and its arguments on the mesh."""
-    mesh = tiny.make_mesh(8, **({"data": 1} | dict(shape)))
-    params, *arrays = inputs(architecture)
-    with jax.set_mesh(mesh):
-        params = jax.device_put(params, sharding.tree_shardings(mesh, params, sharding.TRAIN_RULES))
-        arrays = jax.device_put(arrays, sharding.rows(mesh))
-        run = jax.jit(
-            functools.partial(gradient, model=Transformer(architecture, **options)),
-            out_shardings=jax.tree.map(lambda x: x.sharding, (params, arrays[0])),
-        )
-        return run.lower(params, *arrays).compile(), (params, *arrays)
-
-
-ALL_AXES = (("stage", 2), ("fsdp", 2), ("model", 2))
-STAGES_AND_DATA = (("stage", 4), ("data", 2))
 
 
 @pytest.mark.parametrize(
