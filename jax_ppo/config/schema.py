@@ -1263,9 +1263,6 @@ class Trainer:
         "MLFLOW_TRACKING_URI), separated by commas; console is always on",
         is_list=True, parse=parse_loggers, read_by=REPORTS)
     project_name: str = option("jax_ppo", "project in wandb, experiment in mlflow", read_by=REPORTS)
-    wandb_entity: str = option("", "user or team in wandb; empty: wandb's default", read_by=REPORTS)
-    tags: str = option("", "tags of the run in wandb and mlflow, separated by commas", is_list=True,
-        read_by=REPORTS)
 
 
 # fmt: on

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jax_ppo.config.parsing import parse_names
 from jax_ppo.config.schema import Trainer, flatten_options
 from jax_ppo.errors import UserError, printable_lines
 
@@ -107,9 +106,7 @@ def open_wandb(
         id_file.write_text(uuid.uuid4().hex[:8])
     run = wandb.init(
         project=options.project_name,
-        entity=options.wandb_entity or None,
         name=config_dict["experiment_name"],
-        tags=list(parse_names(options.tags)),
         id=id_file.read_text(),
         resume="allow",
         config=config_dict,
@@ -143,9 +140,8 @@ def open_mlflow(
             experiment_id = client.create_experiment(options.project_name)
         else:
             experiment_id = experiment.experiment_id
-        tags = {tag: "true" for tag in parse_names(options.tags)}
         name = config_dict["experiment_name"]
-        run_id = client.create_run(experiment_id, run_name=name, tags=tags).info.run_id
+        run_id = client.create_run(experiment_id, run_name=name).info.run_id
         id_file.write_text(run_id)
         for option, value in flatten_options(config_dict).items():
             client.log_param(run_id, option, str(value)[:_MAX_PARAMETER])
