@@ -54,7 +54,6 @@ MODELS = (*PPO, "evaluate", "score")
 SUPERVISED = ("sft", "reward_model")
 LEARNING = (*PPO, *SUPERVISED)
 REPORTS = (*PPO, "evaluate", *SUPERVISED)
-SCORE = ("score",)
 
 
 def _names(option: str, names: tuple[str, ...], negated: bool) -> str:
@@ -1286,7 +1285,7 @@ class Config:
     algorithm: Algorithm = section(Algorithm, read_by=ADVANTAGES)
     rollout: RolloutOptions = section(RolloutOptions, read_by=SAMPLING)
     reward: Reward = section(Reward, read_by=MODELS)
-    score: Score = section(Score, read_by=("critic", *SCORE))
+    score: Score = section(Score, read_by=("critic", "score"))
     supervised: Supervised = section(Supervised, read_by=SUPERVISED)
     packing: PackingOptions = section(PackingOptions)
     mesh: MeshShape = section(MeshShape)

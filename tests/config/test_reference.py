@@ -92,7 +92,7 @@ def test_the_terminals_list_has_unit_and_values_of_each_option_in_100_columns(ca
 @pytest.mark.parametrize(
     ("command", "listed", "left_out"),
     [
-        ("train", "actor.clip_ratio reward.function trainer.save_freq", "score.format"),
+        ("train", "actor.clip_ratio reward.function trainer.save_freq", "score.file"),
         (
             "critic",
             "critic.optim.lr score.file actor.ppo_epochs rollout.n",
