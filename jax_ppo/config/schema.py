@@ -224,12 +224,6 @@ ENVIRONMENT_IS_SERVER = OptionRule(
     "`rollout.multi_turn.environment` is the address of a server",
     "config.rollout.multi_turn.environment={c.rollout.multi_turn.environment!r} is no server; "
     "set it to http://HOST:PORT")
-HAS_PYTHON_TOOL = OptionRule(
-    lambda c: "python" in (
-        c.rollout.multi_turn.environment.removeprefix("tools:").replace(" ", "").split(",")),
-    "`rollout.multi_turn.environment` has the tool python",
-    "config.rollout.multi_turn.environment={c.rollout.multi_turn.environment!r} has no tool "
-    "python; set it to tools:python")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -760,18 +754,6 @@ class MultiTurn:
         "role under which the chat template renders observations, such as user; empty: they are "
         "inserted unchanged (results of tools: as the role tool)",
         rules=(HAS_ENVIRONMENT,))
-    python_timeout: float = option(5.0, "longest time for a program of the tool python",
-        unit="seconds", above=0,
-        rules=(
-            HAS_PYTHON_TOOL,
-            OptionRule(lambda c: not HAS_PYTHON_TOOL.is_met(c) or (
-                c.rollout.multi_turn.python_timeout < c.rollout.multi_turn.timeout),
-                "it is below `rollout.multi_turn.timeout`",
-                "expected less than "
-                "config.rollout.multi_turn.timeout={c.rollout.multi_turn.timeout}, which bounds "
-                "all calls of a turn together", at_default=True)))
-    python_memory: float = option(1.0, "address space of a program of the tool python",
-        unit="GiB", above=0, rules=(HAS_PYTHON_TOOL,))
     url_timeout: float = option(20.0,
         "longest time for a call of the environment's server",
         unit="seconds", above=0,

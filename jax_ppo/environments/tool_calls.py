@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 TOOLS_PREFIX = "tools:"
 PYTHON_TOOL = "python"
+PYTHON_SECONDS = 5.0  # that a program of the tool may take
+PYTHON_GIB = 1.0  # of address space
 ROLE = "tool"  # of the messages with results
 
 _OPENED, _CLOSED = "<tool_call>", "</tool_call>"
@@ -241,7 +243,7 @@ def _built_in_tools(options: MultiTurn) -> dict[str, Tool]:
         return result
 
     def python(code: str) -> str:
-        return sandbox.run_code(code, options.python_timeout, options.python_memory)
+        return sandbox.run_code(code, min(PYTHON_SECONDS, 0.9 * options.timeout), PYTHON_GIB)
 
     # No docstrings, which `python -OO` removes.
     tools = (

@@ -254,13 +254,6 @@ def test_every_option_has_a_meaning():
             r"url_timeout=60\.0: expected less than config\.rollout\.multi_turn\.timeout=60\.0, ",
         ),
         (
-            {
-                "rollout__multi_turn__environment": "tools:calculator, python",
-                "rollout__multi_turn__python_timeout": 60.0,
-            },
-            r"python_timeout=60\.0: expected less than",
-        ),
-        (
             {"distributed__coordinator_address": "a:1", "distributed__num_processes": 2},
             r"process_id=-1: expected at least 0, and less than .*num_processes=2, with",
         ),

@@ -236,7 +236,8 @@ def test_a_result_becomes_no_special_token_and_is_cut_before_its_frame(load, tok
 
 
 def test_a_program_runs_in_the_sandbox_and_gaps_are_noted(load, monkeypatch):
-    made, _ = load("python", python_timeout=10.0)
+    monkeypatch.setattr(tool_calls, "PYTHON_SECONDS", 10.0)
+    made, _ = load("python")
     code = "import os; print(6*7, len(os.environ) < 12)"
     assert step(made, write_call("python", code=code))[0] == ("42 True\n",)
     monkeypatch.setattr(tool_calls.sandbox, "describe_gaps", lambda: ["the network"])
