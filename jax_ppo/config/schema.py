@@ -769,10 +769,6 @@ class MultiTurn:
         "repetitions of a call that the environment's server refused (429, 503) or did not "
         "accept; of a `reset`, and a `step` that the server lets repeat, also after other faults",
         at_least=0, rules=(ENVIRONMENT_IS_SERVER,))
-    max_faults: int = option(64,
-        "consecutive failed calls of the environment's server, repetitions included, that end the "
-        "run; before, each ends its dialogue with a reward of 0 for the turn",
-        unit="calls", at_least=1, rules=(ENVIRONMENT_IS_SERVER,))
     action_field: str = option("",
         "field of the object that the environment's server takes as action, such as `message`; "
         "empty: the action is a text",
@@ -996,9 +992,6 @@ class Reward:
     max_timeouts: int = option(8,
         "consecutive responses that may run out of time before the rest of the batch fails",
         unit="responses", at_least=1)
-    max_failed_steps: int = option(3,
-        "consecutive steps in which the rule failed on every response before the run stops",
-        unit="steps", at_least=1, read_by=PPO)
     model_path: str = option("",
         "folder or hub name of a reward model (sequence classification with one label), whose "
         "score is added to reward.function's",

@@ -29,6 +29,7 @@ from jax_ppo.types import Example
 
 SEED_COLUMN = "seed"
 KEY_VARIABLE = "JAX_PPO_ENVIRONMENT_KEY"
+MAX_FAULTS = 64  # consecutive failed calls, repetitions included, that end a run
 
 Turn = tuple[str, float, bool, dict[str, float]]
 
@@ -139,7 +140,7 @@ class RemoteEnvironment:
         """Return what the server's reply to `reset` or `step` says, and count faults.
 
         Raises:
-          EnvironmentLost: there have been `max_faults` consecutive faults.
+          EnvironmentLost: there have been `MAX_FAULTS` consecutive faults.
           RequestFault: the call failed.
         """
         if self._lost:
@@ -150,11 +151,11 @@ class RemoteEnvironment:
         except RequestFault as fault:
             with self._lock:
                 self._faults += 1
-                if self._faults < self._options.max_faults:
+                if self._faults < MAX_FAULTS:
                     raise
                 self._lost = (
-                    f"{self._faults} consecutive calls of the server failed "
-                    f"(config.rollout.multi_turn.max_faults). The last one was /{path}: {fault}"
+                    f"{self._faults} consecutive calls of the server failed. The last one was "
+                    f"/{path}: {fault}"
                 )
                 raise EnvironmentLost(self._lost) from None
         with self._lock:

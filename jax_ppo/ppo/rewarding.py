@@ -292,6 +292,8 @@ def _score_zero(row: RewardRow, response: str) -> RewardResult:
 class FailedSteps:
     """Counts consecutive steps in which the rule failed on every response."""
 
+    MOST = 3
+
     def __init__(self, options: Reward) -> None:
         """Start counting; `options` is `config.reward`."""
         self._options = options
@@ -303,14 +305,13 @@ class FailedSteps:
             self._count = 0
             return
         self._count += 1
-        if self._count >= self._options.max_failed_steps:
+        if self._count >= self.MOST:
             rule = "the built-in rule"
             if self._options.function:
                 rule = f"config.reward.function={self._options.function!r}"
             sample, _, cause = rewards.first_failure.partition("\n")
             raise UserError(
-                f"{rule} failed on every response of {self._count} consecutive steps "
-                f"(config.reward.max_failed_steps={self._options.max_failed_steps}). The first "
+                f"{rule} failed on every response of {self._count} consecutive steps. The first "
                 f"failure of step {step + 1} was {sample}",
                 details=cause,
             )

@@ -238,8 +238,8 @@ def test_every_option_has_a_meaning():
             r"multi_turn\.environment='Calculator': expected module:Class",
         ),
         (
-            {"rollout__multi_turn__environment": "a:B", "rollout__multi_turn__max_faults": 3},
-            r"max_faults=3: config\.rollout\.multi_turn\.environment='a:B' is no server",
+            {"rollout__multi_turn__environment": "a:B", "rollout__multi_turn__url_retries": 3},
+            r"url_retries=3: config\.rollout\.multi_turn\.environment='a:B' is no server",
         ),
         (
             {"rollout__multi_turn__environment": "http://me:secret@host"},

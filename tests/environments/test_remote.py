@@ -165,7 +165,8 @@ def test_a_server_that_says_so_gets_a_turn_again_by_its_number(server):
 
 def test_a_server_that_keeps_failing_ends_the_run_after_some_calls(server, monkeypatch):
     monkeypatch.setattr("jax_ppo.environments.host.THREADS", 1)
-    _, environment = make(server.url, max_faults=3)
+    monkeypatch.setattr("jax_ppo.environments.adapters.MAX_FAULTS", 3)
+    _, environment = make(server.url)
     server.codes = [500, 500, 500] * 2 + [200, 200] + [500] * 100
     answers = answer(environment, list(range(1, 20)), "hi")
     # Two dialogues cannot begin, one is answered, and three more fail: each after three resets.

@@ -49,8 +49,8 @@ def test_a_rule_that_fails_on_everything_for_some_steps_stops_the_run():
     with pytest.raises(UserError) as error:
         steps.count(5, rewards(4))
     assert str(error.value) == (
-        "config.reward.function='mine.py:f' failed on every response of 3 consecutive steps "
-        "(config.reward.max_failed_steps=3). The first failure of step 6 was row 2 of the batch"
+        "config.reward.function='mine.py:f' failed on every response of 3 consecutive steps. "
+        "The first failure of step 6 was row 2 of the batch"
     )
 
 

@@ -912,7 +912,6 @@ def test_a_reward_that_always_fails_stops_the_run(files, tmp_path):
     arguments = (
         f"--config.reward.function={tmp_path}/bad.py:reward",
         "--config.reward.workers=1",
-        "--config.reward.max_failed_steps=2",
         "--config.trainer.val_before_train=False",
     )
     process = subprocess.run(
@@ -925,13 +924,13 @@ def test_a_reward_that_always_fails_stops_the_run(files, tmp_path):
     assert process.returncode == 1
     last = process.stderr[process.stderr.rindex("error: config.reward.function=") :]
     for words in (
-        "failed on every response of 2 consecutive steps (config.reward.max_failed_steps=2)",
-        "The first failure of step 2 was row 0 of the batch, data_source='arithmetic'",
+        "failed on every response of 3 consecutive steps.",
+        "The first failure of step 3 was row 0 of the batch, data_source='arithmetic'",
         "SystemExit",
     ):
         assert words in last
-    # The second step's update was not made.
-    assert len(read_step_rows(tmp_path / "work")) == 1
+    # The third step's update was not made.
+    assert len(read_step_rows(tmp_path / "work")) == 2
 
 
 @pytest.mark.exhaustive
