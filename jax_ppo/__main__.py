@@ -13,7 +13,6 @@ COMMANDS = {
     "score": "value, reward and advantage of each token of given responses",
     "sft": "fine-tune a language model on responses, before PPO",
     "reward_model": "train a reward model on preferences, for PPO",
-    "prepare": "write data sets as Parquet files in verl's form",
     "check": "describe data sets, and report whether a run can train on them",
     "plan": "predict memory and time of a training step, without the machine",
     "report": "compare runs in one page",

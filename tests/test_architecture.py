@@ -47,7 +47,6 @@ MAY_IMPORT |= dict.fromkeys(("sft", "reward_model", "critic", "evaluate", "score
 MAY_IMPORT["translate"] = {"config", "errors", "migrating"}
 MAY_IMPORT["report"] = {"errors", "storage", "reporting"}
 MAY_IMPORT["check"] = {"config", "errors", "run"}
-MAY_IMPORT["prepare"] = {"errors", "types", "storage", "data", "rewards"}
 MAY_IMPORT["api"] = MAY_IMPORT["run"] | {"run", "command"}
 
 HOST = {"data", "rewards"}  # run on the host, without jax
@@ -57,7 +56,6 @@ COMMANDS = {
     "evaluate",
     "score",
     "check",
-    "prepare",
     "report",
     "translate",
     "sft",

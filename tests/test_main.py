@@ -82,11 +82,6 @@ ODD_TEXT = "½ … ⏎ 猫 \U0001f408 \ud83d"
 COMMANDS_THAT_PRINT = {
     "check": ["{folder}/rows.jsonl"],
     "plan": ["--help"],
-    "prepare": [
-        "gsm8k",
-        "--source={folder}/rows.jsonl",
-        f"--out={{folder}}/{ODD_TEXT[:7]}.parquet",
-    ],
     "translate": [
         "verl",
         f"python3 -m verl.trainer.main_ppo trainer.experiment_name='{ODD_TEXT[:-1]}'",

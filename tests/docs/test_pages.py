@@ -11,7 +11,7 @@ import pytest
 
 import doc_pages
 import museum
-from jax_ppo import check, plan, prepare, report
+from jax_ppo import check, plan, report
 from jax_ppo.config import command_line, loading, schema
 from jax_ppo.errors import UserError
 
@@ -182,8 +182,6 @@ def check_module(name: str, arguments: list[str]) -> None:
     """Have the command-line reader accept the arguments of `python -m jax_ppo.NAME`."""
     if name == "plan":
         plan.read_plan_arguments([name, *arguments])
-    elif name == "prepare":
-        prepare.read_prepare_arguments([name, *arguments])
     elif name == "report":
         report.read_report_arguments([name, *arguments])
     elif name == "check":
