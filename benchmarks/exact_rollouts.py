@@ -28,12 +28,14 @@ import numpy as np
 
 from jax_ppo.config.loading import load_config
 from jax_ppo.data.sources import read_examples
-from jax_ppo.data.tokenizer import train_tokenizer
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.heads import init_params
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.run import ppo_training
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "harness"))
+from trained_tokenizer import train_tokenizer  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 FAMILIES: dict[str, dict[str, Any]] = {

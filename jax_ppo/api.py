@@ -15,7 +15,7 @@ from jax_ppo.data import chat_templates, prompt_batches
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.files import require_text
 from jax_ppo.data.messages import parse_prompt
-from jax_ppo.data.token_bytes import token_bytes
+from jax_ppo.data.tokenizer import token_bytes
 from jax_ppo.errors import UserError
 from jax_ppo.models import heads, rope
 from jax_ppo.models.hf.hub import resolve_model_folder

@@ -12,12 +12,12 @@ import jax
 import numpy as np
 import pytest
 
-from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
 from real_data import DATA, ROOT, needs
+from trained_tokenizer import train_tokenizer
 from waiting import RUN_SECONDS
 
 
@@ -46,7 +46,7 @@ def qwen(tmp_path_factory):
         json.loads(line)
         for line in (DATA / "gsm8k" / "train.jsonl").read_text().splitlines()[:1000]
     ]
-    tokenizer = tokenizer_lib.train_tokenizer(
+    tokenizer = train_tokenizer(
         [r["question"] + r["answer"] for r in rows], 1024, folder / "tokenizer"
     )
     architecture = Architecture(

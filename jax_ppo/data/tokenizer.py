@@ -1,8 +1,9 @@
-"""Tokenizers, loaded or trained; texts as tokens, and tokens as texts."""
+"""Load tokenizers; encode texts as tokens and decode tokens as texts or bytes."""
 
 import datetime
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -15,13 +16,12 @@ from jax_ppo.thoughts import is_part_of_mark
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PAD = "<pad>"
-EOS = "<eos>"
-UNKNOWN = "<unk>"
 _LONGEST_CHARACTER = 8  # tokens, which may be single bytes
 LONG_TEXT = 100_000  # characters; encoding ten times as many takes a second
 _DATE = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")  # transformers' function
-FULL_ALPHABET = 512  # from this vocabulary size on, every byte has a token
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_BLANK = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a blank
+_CHECKED_TOKENS = 500  # whose bytes are compared with what the tokenizer decodes
 
 # A tokenizer can be loaded from a folder that has at least one of these files.
 TOKENIZER_FILES = (
@@ -116,58 +116,6 @@ def _download_tokenizer(path: str, option: str) -> Path:
     return hub.download_snapshot(path, _DOWNLOADED_FILES, option).folder
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -> Tokenizer:
-    """Train a byte-level BPE on the texts, in which each digit is a token; save and return it.
-
-    Ids 0, 1, 2 are <pad>, <eos>, <unk>. There are at most `vocab_size` tokens. Text made of bytes
-    that occur in the training texts is unchanged by encoding and decoding. Other bytes become
-    <unk>, unless vocab_size is at least FULL_ALPHABET. AutoTokenizer loads the same ids from the
-    folder, also next to a Llama's config.json (but not next to a Qwen2's, for which transformers
-    replaces the pre-tokenizer).
-
-    Raises:
-      UserError: vocab_size is too small for the characters of the texts.
-    """
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    # Digits are separate tokens, so that numbers are spelled the same everywhere.
-    tokenizer = tokenizers.Tokenizer(models.BPE(unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    if vocab_size >= FULL_ALPHABET:
-        alphabet = pre_tokenizers.ByteLevel.alphabet()
-    else:
-        alphabet = list("0123456789")
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[PAD, EOS, UNKNOWN],
-        initial_alphabet=alphabet,
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    if tokenizer.get_vocab_size() > vocab_size:
-        raise UserError(
-            f"vocab_size={vocab_size}: the characters of the texts alone need "
-            f"{tokenizer.get_vocab_size()} tokens"
-        )
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=EOS,
-        unk_token=UNKNOWN,
-        clean_up_tokenization_spaces=False,
-    )
-    wrapped.save_pretrained(str(folder))
-    return wrapped
-
-
 def decode_continuation(tokenizer: Tokenizer, before: int, ids: Sequence[int]) -> str:
     """Return the text of a response as it continues its prompt, without special tokens.
 
@@ -175,11 +123,8 @@ def decode_continuation(tokenizer: Tokenizer, before: int, ids: Sequence[int]) -
     decoded on its own would lose it. `before` is the last token of the prompt.
     """
     # Decode with the prompt's last token in front, then cut its text off.
-    prefix = _decode(tokenizer, [before])
-    text = _decode(tokenizer, [before, *ids])
-    if text.startswith(prefix):
-        return text[len(prefix) :]
-    return _decode(tokenizer, list(ids))
+    prefix, text, alone = decode_texts(tokenizer, [[before], [before, *ids], ids])
+    return text.removeprefix(prefix) if text.startswith(prefix) else alone
 
 
 def decode_tokens(tokenizer: Tokenizer, before: int, ids: Sequence[int]) -> list[str]:
@@ -207,10 +152,6 @@ def decode_tokens(tokenizer: Tokenizer, before: int, ids: Sequence[int]) -> list
         texts.append(text.removeprefix(known) if text.startswith(known) else decode(pending))
         complete, pending = pending, []
     return texts
-
-
-def _decode(tokenizer: Tokenizer, ids: list[int]) -> str:
-    return decode_texts(tokenizer, [ids])[0]
 
 
 def decode_texts(
@@ -249,3 +190,52 @@ def certainly_exceeds(tokenizer: Tokenizer, text: str, tokens: int) -> bool:
     if any(added.lstrip for added in tokenizer.added_tokens_decoder.values()):
         return False
     return len(encode_text(tokenizer, beginning, special=False)) > 2 * tokens + 100
+
+
+def token_bytes(tokenizer: Tokenizer, option: str) -> list[bytes]:
+    """Return the bytes that each token adds to a text; special ones add only marks of thoughts.
+
+    The vocabulary is a byte-level or a SentencePiece one.
+
+    Raises:
+      UserError: the tokenizer joins its tokens in an unsupported way.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder: dict[str, Any] = (json.loads(backend.to_str())["decoder"] if backend else None) or {}
+    steps = {step["type"] for step in decoder.get("decoders", [decoder]) if step}
+    if "ByteLevel" in steps:
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        alphabet = {character: bytes([byte]) for byte, character in bytes_to_unicode().items()}
+    elif {"Metaspace", "ByteFallback", "Replace"} & steps:
+        alphabet = {_BLANK: b" "}
+    else:
+        raise _unsearchable(option, f"its decoder is {', '.join(sorted(steps)) or 'unknown'}")
+
+    def to_bytes(text: str) -> bytes:
+        if (byte := _BYTE_TOKEN.fullmatch(text)) and "ByteLevel" not in steps:
+            return bytes.fromhex(byte[1])
+        return b"".join(alphabet.get(character, character.encode()) for character in text)
+
+    added = {index: str(token) for index, token in tokenizer.added_tokens_decoder.items()}
+    special = set(tokenizer.all_special_ids)
+    contents = [b""] * count_ids(tokenizer)
+    for text, index in tokenizer.get_vocab().items():
+        if index not in special or is_part_of_mark(text):
+            contents[index] = added[index].encode() if index in added else to_bytes(text)
+    # Tokens of whole characters, spread over the vocabulary, must decode to their bytes.
+    ascii_ids = [index for index, content in enumerate(contents) if content and content.isascii()]
+    ids = ascii_ids[:: max(1, len(ascii_ids) // _CHECKED_TOKENS)]
+    joined = b"".join(contents[index] for index in ids).decode()
+    # Some tokenizers drop a blank at the beginning.
+    decoded = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    if str(decoded).lstrip(" ") != joined.lstrip(" "):
+        raise _unsearchable(option, "its tokens are not pieces of the text that they decode to")
+    return contents
+
+
+def _unsearchable(option: str, reason: str) -> UserError:
+    return UserError(
+        f"{option}: strings cannot be searched for with this tokenizer: {reason}; leave it unset, "
+        "or use a tokenizer with a byte-level or SentencePiece vocabulary"
+    )

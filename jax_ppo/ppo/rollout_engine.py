@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 from jax_ppo.config.parsing import parse_strings
 from jax_ppo.config.schema import RolloutOptions, Sampling
-from jax_ppo.data.token_bytes import token_bytes
+from jax_ppo.data.tokenizer import token_bytes
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes
 from jax_ppo.sampler.built_in import BuiltInEngine

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from jax_ppo.data import tokenizer
 from jax_ppo.demonstration import arithmetic
+from trained_tokenizer import train_tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -33,7 +33,7 @@ def trained(tmp_path_factory):
         prompt + response
         for prompt, response in arithmetic.generate_worked_solutions(500, 0.25, seed=0)
     ]
-    return tokenizer.train_tokenizer(texts, 256, folder), folder
+    return train_tokenizer(texts, 256, folder), folder
 
 
 class Letters:
@@ -59,7 +59,7 @@ def with_specials(tmp_path):
     """
     from tokenizers import processors
 
-    made = tokenizer.train_tokenizer(
+    made = train_tokenizer(
         ["[system] [user] [assistant] Be brief. Tom has 3 apples.\n"], 512, tmp_path
     )
     made.add_special_tokens({"bos_token": "<s>"})

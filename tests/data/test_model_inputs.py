@@ -7,6 +7,7 @@ import pytest
 import reward_models
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.model_inputs import RewardInputEncoder, tokenizers_match
+from trained_tokenizer import train_tokenizer
 
 CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many apples?"})
 
@@ -19,9 +20,7 @@ def encoder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def decoder_tokenizer(tmp_path_factory):
     """A decoder's tokenizer with a chat template."""
-    tokenizer = tokenizer_lib.train_tokenizer(
-        reward_models.TEXTS, 600, tmp_path_factory.mktemp("own")
-    )
+    tokenizer = train_tokenizer(reward_models.TEXTS, 600, tmp_path_factory.mktemp("own"))
     tokenizer.chat_template = reward_models.CHAT
     return tokenizer
 

@@ -11,9 +11,9 @@ from jax_ppo.data import responses, sources
 from jax_ppo.data.chat_templates import encode_prompt, encode_responses
 from jax_ppo.data.columns import Columns
 from jax_ppo.data.tokenize_prompts import PromptEncoding
-from jax_ppo.data.tokenizer import train_tokenizer
 from jax_ppo.errors import UserError
 from jax_ppo.types import Example
+from trained_tokenizer import train_tokenizer
 
 START = "\n\nHuman: How many apples?\n\nAssistant: Whose?\n\nHuman: Tom's.\n\nAssistant:"
 ROW = {"chosen": START + " Two apples.", "rejected": START + " Tom has many."}

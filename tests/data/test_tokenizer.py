@@ -7,15 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from jax_ppo.config.schema import RolloutOptions
 from jax_ppo.data.tokenizer import (
     decode_continuation,
     decode_texts,
     decode_tokens,
     load_tokenizer,
-    train_tokenizer,
+    token_bytes,
 )
 from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
+from jax_ppo.ppo.rollout_engine import make_stop_search
+from trained_tokenizer import train_tokenizer
 
 
 def test_trained_tokenizer_round_trips(trained):
@@ -69,11 +72,6 @@ def test_a_large_vocabulary_holds_every_byte(tmp_path):
 def test_a_small_vocabulary_says_what_it_does_not_know(trained):
     made, _ = trained
     assert made.unk_token_id in made.encode("☃")
-
-
-def test_a_vocabulary_too_small_for_the_characters_is_refused(tmp_path):
-    with pytest.raises(UserError, match="vocab_size=32: .* need 39 tokens"):
-        train_tokenizer(["abcdefghijklmnopqrstuvwxyz"], 32, tmp_path)
 
 
 def test_a_folder_that_is_missing(tmp_path):
@@ -173,3 +171,47 @@ def test_texts_keep_the_marks_of_thoughts_though_they_are_special_tokens(with_sp
     ids = made.encode("[THINK]Tom[/THINK]has 3<|im_end|>", add_special_tokens=False)
     assert decode_texts(made, [ids, ids[:1]]) == ["[THINK]Tom[/THINK]has 3", "[THINK]"]
     assert decode_continuation(made, made.bos_token_id, ids) == "[THINK]Tom[/THINK]has 3"
+
+
+TEXT = "Ana has 3 apples.\n\n  She buys 12 \u00e9clairs."
+
+
+def test_a_byte_level_vocabulary(tmp_path):
+    texts = [text for pair in arithmetic.generate_worked_solutions(50, 0.5, 0) for text in pair]
+    tokenizer = train_tokenizer(texts, 600, tmp_path)
+    contents = token_bytes(tokenizer, "config.rollout.stop")
+    ids = tokenizer.encode(TEXT)
+    assert b"".join(contents[index] for index in ids).decode() == TEXT
+    assert contents[tokenizer.eos_token_id] == b""
+
+
+def test_a_sentence_piece_vocabulary(real_data):
+    tokenizer = load_tokenizer(str(real_data("tinystories-260k")))
+    contents = token_bytes(tokenizer, "config.rollout.stop")
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    assert b"".join(contents[index] for index in ids).decode().lstrip(" ") == TEXT
+    assert b"\n" in contents
+
+
+@pytest.mark.parametrize(
+    "decoder", [tokenizers.decoders.WordPiece(), tokenizers.decoders.BPEDecoder(), None]
+)
+def test_another_vocabulary_is_refused(decoder):
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"a": 0, "b": 1, "<unk>": 2}, unk_token="<unk>")
+    )
+    if decoder is not None:
+        tokenizer.decoder = decoder
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+    options = RolloutOptions(stop="b")
+    message = r"^config\.rollout\.stop=\('b',\): strings cannot be searched for"
+    with pytest.raises(UserError, match=message):
+        make_stop_search(options, wrapped, vocab_size=3)
+
+
+def test_marks_of_thoughts_have_bytes_as_they_have_text(tmp_path):
+    tokenizer = train_tokenizer([TEXT], 512, tmp_path)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[/THINK]", "<|im_end|>"]})
+    contents = token_bytes(tokenizer, "config.rollout.stop")
+    ids = tokenizer.convert_tokens_to_ids(["[/THINK]", "<|im_end|>"])
+    assert [contents[index] for index in ids] == [b"[/THINK]", b""]

@@ -8,13 +8,13 @@ import pytest
 
 from jax_ppo.config.schema import MultiTurn
 from jax_ppo.data.chat_templates import encode_prompt
-from jax_ppo.data.tokenizer import train_tokenizer
 from jax_ppo.environments import tool_calls
 from jax_ppo.environments.loading import load_environment_class, make_environment, try_first_reset
 from jax_ppo.environments.tool_calls import parse_calls
 from jax_ppo.errors import UserError
 from jax_ppo.sampler.environment import Turns
 from jax_ppo.types import Example
+from trained_tokenizer import train_tokenizer
 
 # As Qwen2.5 writes tools, calls and results, without the words around them.
 TEMPLATE = (

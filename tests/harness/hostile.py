@@ -484,7 +484,7 @@ _TOKENIZERS: list[tuple[Path, Any]] = []
 def tiny_tokenizer() -> Any:
     """Return a small tokenizer, trained once per process."""
     if not _TOKENIZERS:
-        from jax_ppo.data.tokenizer import train_tokenizer
+        from trained_tokenizer import train_tokenizer
 
         folder = Path(tempfile.mkdtemp(prefix="hostile_tokenizer_"))
         texts = [f"Question: {a}+{b}? Answer: {a + b}" for a in range(20) for b in range(9)]

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 
 import tiny
-from jax_ppo.data.tokenizer import train_tokenizer
 from jax_ppo.demonstration import arithmetic
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
+from trained_tokenizer import train_tokenizer
 
 
 def write_llama(

@@ -64,7 +64,7 @@ def deberta(folder: pathlib.Path, **changes) -> pathlib.Path:
 
 def decoder(folder: pathlib.Path, tokenizer=None, **changes) -> pathlib.Path:
     """Write a Llama with a scalar head, and its own tokenizer or the passed one."""
-    from jax_ppo.data.tokenizer import train_tokenizer
+    from trained_tokenizer import train_tokenizer
 
     own_tokenizer = tokenizer or train_tokenizer(TEXTS, 120, folder)
     own_tokenizer.save_pretrained(folder)

@@ -8,7 +8,6 @@ import pytest
 
 import reward_models
 import tiny
-from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.ppo import forward_passes, reward_inputs
@@ -16,6 +15,7 @@ from jax_ppo.training.networks import Folders
 from jax_ppo.training.roles import read_networks
 from jax_ppo.training.state import StateBuilder
 from jax_ppo.types import Example
+from trained_tokenizer import train_tokenizer
 
 CHAT = (
     {"role": "user", "content": "Tom has 3 apples."},
@@ -37,7 +37,7 @@ ANSWERS = [
 
 @pytest.fixture(scope="module")
 def actors(tmp_path_factory):
-    return tokenizer_lib.train_tokenizer(reward_models.TEXTS, 600, tmp_path_factory.mktemp("actor"))
+    return train_tokenizer(reward_models.TEXTS, 600, tmp_path_factory.mktemp("actor"))
 
 
 @pytest.fixture(scope="module")

@@ -15,13 +15,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from jax_ppo.config import command_line, schema
-from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.peft import save_adapters
 from jax_ppo.models.lora import Lora, init_adapters
 from jax_ppo.run import ppo_training
 from llama_folder import write_llama
+from trained_tokenizer import train_tokenizer
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = """
@@ -219,7 +219,7 @@ def test_a_critic_of_another_vocabulary_is_refused(files, tmp_path, monkeypatch)
     monkeypatch.setattr(
         "jax_ppo.training.state.StateBuilder.create", lambda *_: pytest.fail("weights were loaded")
     )
-    tokenizer_lib.train_tokenizer(["other words"], 60, tmp_path / "tokenizer")
+    train_tokenizer(["other words"], 60, tmp_path / "tokenizer")
     critic = shutil.copytree(files / "llama", tmp_path / "critic")
     shutil.copytree(tmp_path / "tokenizer", critic, dirs_exist_ok=True)
     with pytest.raises(

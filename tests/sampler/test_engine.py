@@ -11,7 +11,6 @@ import pytest
 import fake_rollout_server
 import tiny
 from jax_ppo.config import command_line, schema
-from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf import save as hf_save
@@ -23,6 +22,7 @@ from jax_ppo.sampler.built_in import BuiltInEngine, resolve_engine
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.engines import external
 from tiny_actor import ARCHITECTURE, T
+from trained_tokenizer import train_tokenizer
 
 LENGTH = 3  # length of every response of the engine below
 ENGINE = f'''
@@ -106,7 +106,7 @@ def config(tmp_path):
     Each response has reward 1.
     """
     texts = ["".join(example) for example in arithmetic.generate_worked_solutions(200, 0.5, 0)]
-    tokenizer_lib.train_tokenizer(texts, 192, tmp_path / "tokenizer")
+    train_tokenizer(texts, 192, tmp_path / "tokenizer")
     architecture = dataclasses.replace(tiny.ARCHITECTURE, vocab_size=192)
     params = tiny.init_params(Transformer(architecture), jax.random.key(0), "lm")
     hf_save.export_checkpoint(

@@ -15,6 +15,7 @@ from jax_ppo.data import sources
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.hub import resolve_model_folder, shareable_model_name
 from jax_ppo.storage import downloads, remote
+from trained_tokenizer import train_tokenizer
 
 
 def data_file(server, address, count=3):
@@ -199,7 +200,7 @@ def test_one_process_of_a_host_downloads_and_the_others_wait(server, bucket):
 
 
 def test_a_tokenizer_is_loaded_from_a_bucket(server, bucket, tmp_path):
-    from jax_ppo.data.tokenizer import load_tokenizer, train_tokenizer
+    from jax_ppo.data.tokenizer import load_tokenizer
 
     trained = train_tokenizer(["1 + 2 = 3"], 32, tmp_path / "tokenizer")
     bucket_server.put_folder(server, f"{bucket}/t", tmp_path / "tokenizer")
