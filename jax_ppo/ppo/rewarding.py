@@ -23,8 +23,7 @@ from jax_ppo.ppo import forward_passes
 from jax_ppo.ppo.reward_inputs import ModelInputs, RewardInputs
 from jax_ppo.rewards.batch import ScoredBatch, describe_misses, score_batch, scored_misses
 from jax_ppo.rewards.custom import BatchFunction, assign_step_rewards
-from jax_ppo.rewards.number_rules import RewardResult
-from jax_ppo.rewards.samples import RewardFunction, RewardRow
+from jax_ppo.rewards.samples import RewardFunction, RewardResult, RewardRow
 from jax_ppo.rewards.worker_pool import RewardWorkers
 from jax_ppo.runtime import distributed, placement, sharding, signals
 from jax_ppo.runtime.compiled_programs import program
@@ -257,11 +256,10 @@ class RuleScorer:
                 self.rule or _score_zero,
                 responses.examples[:count],
                 responses.policy_texts[:count],
-                self.options.fallback_score,
-                self.options.max_timeouts,
+                self.options,
                 responses.tokens[:count],
-                lambda done: activity.update(f"{done}/{count} responses"),
                 responses.thoughts[:count],
+                lambda done: activity.update(f"{done}/{count} responses"),
             )
         return scored.fill_up(len(responses.texts), self.options.fallback_score)
 

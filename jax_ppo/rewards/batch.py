@@ -12,15 +12,14 @@ import numpy as np
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import printable_lines, shorten
 from jax_ppo.rewards.custom import BatchFunction, score_whole_batch
-from jax_ppo.rewards.number_rules import RewardResult
 from jax_ppo.rewards.samples import (
     Outcome,
     ProgressReporter,
     RewardFunction,
+    RewardResult,
     RewardRow,
     ScoringFailure,
     TimeoutCounter,
-    ignore_progress,
     score_sample,
 )
 from jax_ppo.rewards.worker_pool import RewardWorkers
@@ -31,6 +30,7 @@ log = logging.getLogger(__name__)
 
 LONGEST_ANSWER = 200
 _TAIL = 80  # characters of a wrong response that are shown
+_DEFAULTS = Reward()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,63 +80,50 @@ def score_batch(
     reward_function: RewardFunction | BatchFunction | RewardWorkers,
     examples: Sequence[Example],
     responses_text: Sequence[str],
-    fallback_score: float = 0.0,
-    max_timeouts: int = Reward.max_timeouts,
+    options: Reward = _DEFAULTS,
     tokens: Sequence[Sequence[int] | np.ndarray] = (),
-    report_progress: ProgressReporter = ignore_progress,
     thoughts: Sequence[str] = (),
+    report_progress: ProgressReporter = lambda done: None,
 ) -> ScoredBatch:
-    """Score n responses, each for its example; `tokens` are those of the responses, if known.
+    """Score n responses, each for its example.
 
-    `thoughts` are the marks of thoughts that the prompts have opened, "" without one.
-    A sample that cannot be scored affects no other and gets the fallback score. Such samples are
-    counted, and the first one of the batch is logged with its traceback. `RewardWorkers` read
-    `max_timeouts` from their own options.
+    `tokens` are those of the responses, if known; `thoughts` are the marks of thoughts that the
+    prompts have opened, "" without one. A sample that cannot be scored affects no other and gets
+    `fallback_score`. Such samples are counted, and the first one is logged with its traceback.
 
     Raises:
       ValueError: the numbers of responses and examples differ.
     """
-    rows = [
-        RewardRow.from_example(example, ids)
-        for example, ids in zip(examples, tokens or [()] * len(examples), strict=True)
-    ]
-    if thoughts:
-        rows = [row._replace(thought=mark) for row, mark in zip(rows, thoughts, strict=True)]
-    outcomes = _score_samples(reward_function, rows, responses_text, max_timeouts, report_progress)
-    results: list[RewardResult] = []
+    columns = (examples, tokens or [()] * len(examples), thoughts or [""] * len(examples))
+    rows = [RewardRow.from_example(*row) for row in zip(*columns, strict=True)]
+    outcomes = _score_samples(
+        reward_function, rows, responses_text, options.max_timeouts, report_progress
+    )
+    failures = [(row, x.cause) for row, x in enumerate(outcomes) if isinstance(x, ScoringFailure)]
     failed = np.zeros(len(outcomes), bool)
+    failed[[row for row, _ in failures]] = True
     first_failure = ""
-    for row, outcome in enumerate(outcomes):
-        if isinstance(outcome, ScoringFailure):
-            failed[row] = True
-            results.append(RewardResult(score=fallback_score))
-            first_failure = first_failure or _describe_failure(
-                row, examples[row], responses_text[row], outcome
-            )
-        else:
-            results.append(outcome)
-    if first_failure:
+    if failures:
+        row, cause = failures[0]
+        first_failure = _describe_failure(row, examples[row], responses_text[row], cause)
         log.warning(
             "%d of %d responses could not be scored and got config.reward.fallback_score=%g. "
             "The first was %s",
-            failed.sum(),
-            len(results),
-            fallback_score,
+            len(failures),
+            len(outcomes),
+            options.fallback_score,
             first_failure,
         )
-    for name in sorted({name for result in results for name in result.ignored}):
-        _report_ignored_name(name)
-    if missing := sum(result.is_missing for result in results):
-        _report_missing_rewards("all" if missing == len(results) else "some")
+    fallback = RewardResult(options.fallback_score)
+    results = [x if isinstance(x, RewardResult) else fallback for x in outcomes]
+    _report_unread_values(results)
     names = sorted({name for result in results for name in result.extra})
     return ScoredBatch(
         scores=np.array([result.score for result in results], np.float32),
-        correct=np.array(
-            [math.nan if x.correct is None else float(x.correct) for x in results], np.float32
-        ),
+        correct=np.array([result.correct for result in results], np.float32),  # of None, NaN
         failed=failed,
         extra={
-            name: np.array([result.extra.get(name, math.nan) for result in results], np.float32)
+            name: np.array([result.extra.get(name) for result in results], np.float32)
             for name in names
         },
         step_rewards=[result.step_rewards for result in results],
@@ -166,30 +153,27 @@ def _score_samples(
     return outcomes
 
 
-@functools.cache
-def _report_ignored_name(name: str) -> None:
-    """Warn once in a run of an entry that is not reported."""
-    log.warning(
-        "the reward function returned %r, which is no number: it is not reported (said once)", name
-    )
+def _report_unread_values(results: Sequence[RewardResult]) -> None:
+    """Log what a user-defined function returned and is not read, or did not return."""
+    for name in sorted({name for result in results for name in result.ignored}):
+        _warn_once(f"returned {name!r}, which is no number: it is not reported")
+    if missing := sum(result.is_missing for result in results):
+        which = "all" if missing == len(results) else "some"
+        _warn_once(f"returned None for {which} responses of a batch: they score 0")
 
 
 @functools.cache
-def _report_missing_rewards(which: str) -> None:
-    """Say once in a run that responses, "all" of a batch or "some", have no reward."""
-    log.warning(
-        "the reward function returned None for %s responses of a batch: they score 0 (said once)",
-        which,
-    )
+def _warn_once(fact: str) -> None:
+    log.warning("the reward function %s (said once)", fact)
 
 
-def _describe_failure(row: int, example: Example, response: str, failure: ScoringFailure) -> str:
+def _describe_failure(row: int, example: Example, response: str, cause: str) -> str:
     """Describe a sample and why it failed, in printable characters."""
-    separator = "\n" if "\n" in failure.cause else " "
+    separator = "\n" if "\n" in cause else " "
     return printable_lines(
         f"row {row} of the batch, data_source={example.data_source!r}, "
         f"extra_info={shorten(repr(example.extra_info), 200)}, "
-        f"response ending in {response[-200:]!r}:{separator}{failure.cause}"
+        f"response ending in {response[-200:]!r}:{separator}{cause}"
     )
 
 

@@ -19,8 +19,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jax_ppo.errors import UserError, did_you_mean, shorten
-from jax_ppo.rewards.number_rules import RewardResult
-from jax_ppo.rewards.samples import Outcome, RewardRow, failure_of, validate_result
+from jax_ppo.rewards.samples import (
+    Outcome,
+    RewardResult,
+    RewardRow,
+    failure_of,
+    validate_result,
+)
 
 if TYPE_CHECKING:  # `jax_ppo.types` imports jax, which reward workers do not load
     from jax_ppo.types import Example
@@ -35,18 +40,14 @@ _RESERVED_KEYS = ("score", "acc", "step_rewards", "pred")
 _MAX_QUOTED = 200  # characters
 
 
+# The loop of this process: clients that a function keeps are bound to one.
+_event_loop = functools.cache(asyncio.new_event_loop)
+
+
 def call_and_wait(function: Callable[..., Any], **arguments: Any) -> Any:
     """Return what a function returns, or what its coroutine does."""
     value = function(**arguments)
-    if inspect.isawaitable(value):
-        return _event_loop().run_until_complete(value)
-    return value
-
-
-@functools.cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """Return the loop of this process: clients that a function keeps are bound to one."""
-    return asyncio.new_event_loop()
+    return _event_loop().run_until_complete(value) if inspect.isawaitable(value) else value
 
 
 def as_float(value: Any) -> float | None:
@@ -212,15 +213,29 @@ def wrap_batch_function(
         )
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    columns = tuple(name for name in arguments if name not in (*TRL_ARGUMENTS, *ROW_COLUMNS))
+    required = tuple(name for name in arguments if name not in (*TRL_ARGUMENTS, *ROW_COLUMNS))
 
     def call(rows: Sequence[RewardRow], responses: Sequence[str]) -> Any:
-        given = _trl_arguments(rows, responses, columns)
+        # A column that none of these rows has is None in all of them if it is required.
+        columns = sorted(set(required).union(*(row.extra_info for row in rows)))
+        given: dict[str, list[Any]] = {
+            "data_source": [row.data_source for row in rows],
+            "ground_truth": [row.ground_truth for row in rows],
+            **{name: [row.extra_info.get(name) for row in rows] for name in columns},
+            "prompts": [],
+            "completions": [],
+            "completion_ids": [list(map(int, row.completion_ids)) for row in rows],
+        }
+        for row, response in zip(rows, responses, strict=True):
+            is_text = isinstance(row.prompt, str)
+            message = {"role": "assistant", "content": response}
+            given["prompts"].append(row.prompt if is_text else list(row.prompt))
+            given["completions"].append(response if is_text else [message])
         if not takes_all:
             given = {name: value for name, value in given.items() if name in parameters}
         return call_and_wait(function, **given)
 
-    return BatchFunction(name, call, columns)
+    return BatchFunction(name, call, required)
 
 
 def validate_columns(function: BatchFunction, examples: Sequence["Example"], setting: str) -> None:
@@ -261,43 +276,13 @@ def score_whole_batch(
     # This includes SystemExit: a reward function must not end the run as if it had succeeded.
     except BaseException as error:
         return [failure_of(error)] * len(responses)
-    return [
-        _parse_outcome(value, response, function.name)
-        for value, response in zip(values, responses, strict=True)
-    ]
-
-
-def _parse_outcome(value: Any, response: str, source: str) -> Outcome:
-    if value is None:
-        return RewardResult(score=0.0, is_missing=True)
-    try:
-        return read_reward_output(value, response, source)
-    except Exception as error:
-        return failure_of(error)
-
-
-def _trl_arguments(
-    rows: Sequence[RewardRow], responses: Sequence[str], required: tuple[str, ...]
-) -> dict[str, Any]:
-    """Return prompts, completions and columns of the rows; chats are lists of messages.
-
-    A column that none of these rows has is None in all of them if it is `required`.
-    """
-    columns: dict[str, list[Any]] = {
-        "data_source": [row.data_source for row in rows],
-        "ground_truth": [row.ground_truth for row in rows],
-    }
-    for name in sorted(set(required).union(*(row.extra_info for row in rows))):
-        columns[name] = [row.extra_info.get(name) for row in rows]
-    prompts: list[Any] = []
-    completions: list[Any] = []
-    for row, response in zip(rows, responses, strict=True):
-        is_text = isinstance(row.prompt, str)
-        prompts.append(row.prompt if is_text else list(row.prompt))
-        completions.append(response if is_text else [{"role": "assistant", "content": response}])
-    return {
-        **columns,
-        "prompts": prompts,
-        "completions": completions,
-        "completion_ids": [list(map(int, row.completion_ids)) for row in rows],
-    }
+    outcomes: list[Outcome] = []
+    for value, response in zip(values, responses, strict=True):
+        outcome: Outcome = RewardResult(score=0.0, is_missing=True)
+        if value is not None:
+            try:
+                outcome = read_reward_output(value, response, function.name)
+            except Exception as error:
+                outcome = failure_of(error)
+        outcomes.append(outcome)
+    return outcomes

@@ -18,8 +18,7 @@ from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.http_client import HTTPClient
 from jax_ppo.rewards.custom import read_reward_output
-from jax_ppo.rewards.number_rules import RewardResult
-from jax_ppo.rewards.samples import RewardFunction, RewardRow
+from jax_ppo.rewards.samples import RewardFunction, RewardResult, RewardRow
 from jax_ppo.thoughts import after_thinking
 
 KEY_VARIABLE = "JAX_PPO_REWARD_KEY"
@@ -74,7 +73,7 @@ class Judge:
 
     def reward_function(self) -> RewardFunction:
         """Return the reward function; equal requests are sent once per process."""
-        read = _read_message if self.url_model else _read_number_or_object
+        read = _read_message if self.url_model else _refuse_text
         post = functools.partial(self.server.post, "", read=read)
         ask = functools.lru_cache(maxsize=_CACHE_SIZE)(post)
 
@@ -95,7 +94,10 @@ class Judge:
                 "ground_truth": row.ground_truth,
                 "data_source": row.data_source,
             }
-        values = (_as_text(row.prompt), response, str(row.ground_truth))
+        prompt = row.prompt
+        if not isinstance(prompt, str):
+            prompt = "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+        values = (prompt, response, str(row.ground_truth))
         replacements = dict(zip(PLACEHOLDERS, values, strict=True))
         pattern = "|".join(map(re.escape, PLACEHOLDERS))
         # A single pass leaves a placeholder that the response itself contains unchanged.
@@ -107,7 +109,7 @@ class Judge:
         }
 
 
-def _read_number_or_object(reply: Any) -> Any:
+def _refuse_text(reply: Any) -> Any:
     """Return a reply; raise `ValueError` if it is text, which states no score."""
     if isinstance(reply, str):
         raise ValueError(f"expected a number or an object with score, got {shorten(reply)!r}")
@@ -143,9 +145,3 @@ def _read_score(text: str) -> Any:
     if not numbers:
         raise ValueError(f"the judge's reply has no number: {shorten(text)!r}")
     return float(numbers[-1].replace(",", "").replace("\u2212", "-"))
-
-
-def _as_text(prompt: str | tuple[dict[str, str], ...]) -> str:
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt)

@@ -8,14 +8,9 @@ runs in worker processes with a time limit.
 import logging
 import re
 
-from jax_ppo.rewards.number_rules import (
-    CLIP,
-    RewardResult,
-    grade_answer,
-    listed_texts,
-    read_final_part,
-)
-from jax_ppo.rewards.numbers import Quantity, format_quantity, parse_number
+from jax_ppo.rewards.number_rules import CLIP, Quantity, format_quantity, parse_number
+from jax_ppo.rewards.samples import RewardResult, grade_answer
+from jax_ppo.rewards.text_rules import listed_texts, read_final_part
 
 MAX_ANSWER = 500  # characters; a longer answer is not compared
 

@@ -1,103 +1,157 @@
-"""Built-in rules: the score of a response from its text alone.
+"""The rules for answers that are numbers, and the notations in which numbers are read.
 
 Model output is never evaluated: answers are extracted by a pattern from the last CLIP characters,
 in linear time, and compared as exact numbers.
+
+A number has an optional sign and currency and is one of
+
+    decimal    42  .5  1,234.50  1 000  1'000  1,00,000
+    exponent   1.5e3  1.5 x 10^3
+    fraction   3/4  and, with a whole part, 1 1/2
+    time       12:30  7:05:30  3:15 pm
+
+A unit may follow, and is not compared: 5 km, 50%, 3 square feet. Values are exact, so that any two
+notations of a number are equal.
 """
 
-import contextlib
-import dataclasses
-import json
+import decimal
 import re
+from fractions import Fraction
+from typing import NamedTuple
 
-from jax_ppo.rewards.numbers import format_quantity, last_number, leading_number, parse_number
-from jax_ppo.thoughts import after_thinking
+from jax_ppo.rewards.samples import RewardResult, grade_answer
+from jax_ppo.rewards.text_rules import read_final_part
 
 GSM8K_METHODS = ("strict", "flexible")
 CLIP = 300  # characters at the end of a response that are searched for an answer, as in verl
+LONGEST_NUMBER = 60  # characters of a ground truth
 
-JOYFUL_WORDS = frozenset(
-    "happy happily smile smiled love loved fun play played playing laugh laughed hug "
-    "hugged friend friends joy glad excited proud kind sing dance shared cheered".split()
+_INTEGER = (
+    r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,2}(?:,\d{2})+,\d{3}(?!\d)"
+    r"|\d{1,3}(?:[ '\u00a0\u2009\u202f]\d{3})+(?![\d-])|\d+)"
 )
-JOYFUL_ENOUGH = 5  # distinct words for the full score
-
+_DECIMAL = rf"(?:{_INTEGER}(?:\.\d+)?|\.\d+)"
+_EXPONENT = (
+    r"(?:[eE](?P<{0}>[-+]?\d{{1,2}})(?!\d)"
+    r"|[ ]?(?:[x×*]|\\times|\\cdot)[ ]?10(?:\^|\*\*)\{{?(?P<{0}_power>[-+]?\d{{1,2}})(?!\d)\}}?)?"
+)
+# A minus directly after a word, a number or a bracket is a subtraction sign.
+_NUMBER = re.compile(
+    r"(?P<sign>(?<![\w)])[-+\u2212][$€£¥]?|[$€£¥][-+\u2212]?)?"
+    r"(?:(?P<time>\d{1,2}(?::[0-5]\d){1,2})(?![:\d])(?:[ ]?(?P<half>[aApP])\.?[mM]\b\.?)?"
+    r"|(?P<whole>\d{1,9})[ ](?P<above>\d{1,2})/(?P<below>\d{1,3})(?![\d/])"
+    rf"|(?P<number>{_DECIMAL}){_EXPONENT.format('exponent')}"
+    rf"(?:[ ]?/[ ]?(?P<divisor>{_DECIMAL}){_EXPONENT.format('divisor_exponent')}(?![\d/]))?)",
+    re.ASCII,
+)
+# What makes a number a part of something longer, such as 1.2.3, 40+2 and 4_2.
+_CONTINUATION = re.compile(r"(?:[-+*/^_=:.,'×]+|[eE][-+]?)\d")
+_UNIT_WORD = re.compile(r"(?=.*(?:[^\W\d_]|[%°$€£¥]))(?:[^\W\d_]|[%°$€£¥./'()-])+(?:\^?[23])?")
+_MOST_UNIT_WORDS = 3
+# Words that change the value or add another one.
+_NO_UNITS = frozenset(
+    "a.m am and b billion billions crore dozen dozens half hundred hundreds hundredths k lakh "
+    "million millions minus n or out p.m pi plus pm tenths thousand thousands thousandths to "
+    "trillion x y z π".split()
+)
 # Matches overlap, so that of several on a line the last one counts.
 _STRICT = re.compile(r"#### (?=([-\u2212]?[0-9.,][^\n]*))")
 _LAST_LINE = re.compile(r"#### -?\d+\s*\Z")
-_WORD = re.compile(r"[a-z]+")
+_BLANK = re.compile("[ \u00a0\u2009\u202f]")
+_GROUPING = re.compile(r"[,' \u00a0\u2009\u202f]")
 
 
-@dataclasses.dataclass(frozen=True)
-class RewardResult:
-    """The reward of one response."""
+class Quantity(NamedTuple):
+    """A number, or a time of day or duration in hours."""
 
-    score: float  # the reward, finite
-    # Whether the answer is right; None if the rule does not define correctness.
-    correct: bool | None = None
-    # Other numbers to report, by name.
-    extra: dict[str, float] = dataclasses.field(default_factory=dict)
-    # Rewards within the response: (characters of its text up to the end of a step, reward of the
-    # step).
-    step_rewards: tuple[tuple[int, float], ...] = ()
-    # The answer that the rule extracted from the response, in a form in which equal answers are
-    # equal texts; `None` if there is none, or if the rule extracts no answers.
-    answer: str | None = None
-    # Names of what else a user-defined function returned, which cannot be reported.
-    ignored: tuple[str, ...] = ()
-    # Whether a user-defined function returned None, as TRL's do where they do not apply.
-    is_missing: bool = False
+    value: Fraction
+    is_time: bool = False
 
 
-def read_final_part(response: str) -> tuple[str, bool]:
-    """Return the part of a response that answers, and whether `<answer>` tags mark it.
-
-    It is the content of the last `<answer>...</answer>` after the thinking, or else all text after
-    the thinking.
-    """
-    text = after_thinking(response)
-    before, closed, _ = text.rpartition("</answer>")
-    _, opened, answer = before.rpartition("<answer>")
-    if closed and opened:
-        return answer.strip(), True
-    return text, False
+def parse_number(text: str) -> Quantity | None:
+    """Return what the whole text says: a number or a time, and a unit if any; otherwise `None`."""
+    text = text.strip()
+    match = _NUMBER.match(text)
+    if match is None or len(text) > LONGEST_NUMBER or not _is_unit(text[match.end() :]):
+        return None
+    return _evaluate(match)
 
 
-# The backslash of a LaTeX command, which JSON must have twice: it would read `\frac` as a form feed
-# and "rac". `\n` is a line break, except in the commands that begin with it.
-_COMMAND = re.compile(r"(?<!\\)\\(?!n(?!eq|ot|abla)|u[0-9a-fA-F]{4})(?=[A-Za-z]{2})")
-
-# A list as Python prints it, not JSON: with " only around texts that have an apostrophe.
-_PYTHON_LIST = re.compile(r"\[\s*('.*['\"]|\".*')\s*,?\s*\]", re.DOTALL)
-
-
-def listed_texts(ground_truth: str) -> list[str]:
-    """Return the entries of a ground truth that is a JSON list of texts, or else itself alone.
-
-    A list as Python prints it has none: `['a' 'b']` may be NumPy's, of two texts.
-    """
-    ground_truth = ground_truth.strip()
-    if _PYTHON_LIST.fullmatch(ground_truth):
-        return []
-    if ground_truth.startswith("["):
-        with contextlib.suppress(ValueError, RecursionError):
-            entries = json.loads(_COMMAND.sub(r"\\\\", ground_truth))
-            if entries and isinstance(entries[0], str):
-                return list(map(str, entries))
-    return [ground_truth]
+def leading_number(text: str) -> str | None:
+    """Return the number at the beginning of a text; `None` if something longer begins there."""
+    match = _NUMBER.match(text)
+    if match is None or _CONTINUATION.match(text, match.end()):
+        return None
+    return _written(match)
 
 
-def grade_answer(
-    answer: str | None, correct: bool = False, score: float | None = None
-) -> RewardResult:
-    """Return the result for an answer; `None` is no answer. The score is 1 or 0 unless given.
+def last_number(text: str) -> str | None:
+    """Return the last number of a text in any notation, without currency and grouping."""
+    matches = list(_NUMBER.finditer(text))
+    if not matches:
+        return None
+    return _written(matches[-1])
 
-    `extra` holds `answered`, 1 if there is an answer and 0 otherwise.
-    """
-    return RewardResult(
-        score=float(correct) if score is None else score,
-        correct=correct,
-        extra={"answered": float(answer is not None)},
-        answer=answer,
+
+def format_quantity(quantity: Quantity) -> str:
+    """Return the one text of all notations of a value: 42, 0.75, 1/3 or 12:30."""
+    value = quantity.value
+    if quantity.is_time:
+        minutes, seconds = divmod(int(value * 3600), 60)
+        text = f"{minutes // 60}:{minutes % 60:02}"
+        return f"{text}:{seconds:02}" if seconds else text
+    if value.denominator == 1:
+        return str(value.numerator)
+    quotient = decimal.Decimal(value.numerator) / decimal.Decimal(value.denominator)
+    return f"{quotient:f}" if Fraction(quotient) == value else str(value)
+
+
+def _written(match: re.Match[str]) -> str:
+    """Return a match without currency and grouping, with an ASCII sign."""
+    sign = "-" if _is_negative(match) else ""
+    text = match[0].removeprefix(match["sign"] or "")
+    if match["whole"] or match["time"]:
+        return sign + text
+    return sign + _GROUPING.sub("", text)
+
+
+def _is_negative(match: re.Match[str]) -> bool:
+    return bool({"-", "\u2212"} & set(match["sign"] or ""))
+
+
+def _evaluate(match: re.Match[str]) -> Quantity | None:
+    """Return the value of a match; `None` for a division by zero and an impossible time."""
+    sign = -1 if _is_negative(match) else 1
+    if match["time"]:
+        hours, minutes, *seconds = map(Fraction, match["time"].split(":"))
+        if match["half"]:
+            if not 1 <= hours <= 12:
+                return None
+            hours = hours % 12 + 12 * (match["half"] in "pP")
+        hours += (minutes * 60 + sum(seconds)) / 3600
+        return Quantity(hours, is_time=True) if sign > 0 else None
+    if match["whole"]:
+        whole, above, below = (int(match[name]) for name in ("whole", "above", "below"))
+        return Quantity(sign * (whole + Fraction(above, below))) if below else None
+    value = _decimal(match, "number", "exponent")
+    if match["divisor"]:
+        divisor = _decimal(match, "divisor", "divisor_exponent")
+        if not divisor:
+            return None
+        value /= divisor
+    return Quantity(sign * value)
+
+
+def _decimal(match: re.Match[str], digits: str, exponent: str) -> Fraction:
+    power = int(match[exponent] or match[f"{exponent}_power"] or 0)
+    return Fraction(_GROUPING.sub("", match[digits])) * Fraction(10) ** power
+
+
+def _is_unit(text: str) -> bool:
+    """Return whether a text after a number is empty, a full stop or a unit."""
+    words = [word for word in _BLANK.split(text.rstrip(".,")) if word]
+    return len(words) <= _MOST_UNIT_WORDS and all(
+        _UNIT_WORD.fullmatch(word) and word.lower() not in _NO_UNITS for word in words
     )
 
 
@@ -144,13 +198,3 @@ def score_arithmetic(solution: str, ground_truth: str) -> RewardResult:
     if not solution.rstrip().endswith("</answer>") and not _LAST_LINE.search(solution):
         solution = ""
     return score_gsm8k(solution, ground_truth, "strict")
-
-
-def score_story(solution: str) -> RewardResult:
-    """Return the number of distinct JOYFUL_WORDS in the response, over JOYFUL_ENOUGH, at most 1.
-
-    Only distinct words count, so that repetition earns nothing. `extra` holds `joyful_words`, their
-    number.
-    """
-    words = len(JOYFUL_WORDS.intersection(_WORD.findall(solution.lower())))
-    return RewardResult(score=min(1.0, words / JOYFUL_ENOUGH), extra={"joyful_words": float(words)})

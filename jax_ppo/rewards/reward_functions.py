@@ -20,10 +20,9 @@ from jax_ppo.rewards.custom import (
     wrap_batch_function,
 )
 from jax_ppo.rewards.judge import Judge
-from jax_ppo.rewards.number_rules import RewardResult
+from jax_ppo.rewards.row_rules import AUTO, JUDGE, MODEL, Term, parse_terms, rules_of_source
 from jax_ppo.rewards.rule_table import RULES, SOURCES, rule_of_source
-from jax_ppo.rewards.samples import RewardFunction, RewardRow
-from jax_ppo.rewards.terms import AUTO, JUDGE, MODEL, Term, parse_terms, rules_of_source
+from jax_ppo.rewards.samples import RewardFunction, RewardResult, RewardRow
 
 if TYPE_CHECKING:  # `jax_ppo.types` imports jax, which reward workers do not load
     from jax_ppo.types import Example
@@ -52,6 +51,7 @@ def resolve_reward_function(
 
 
 def _load_function(function: str, option: str) -> RewardFunction | BatchFunction:
+    """Return a user's function as one of rows, or of a batch of them."""
     user_function = plugins.load_plugin(
         function, option, REWARD_ARGUMENTS, by_name=True, other_arguments=batch_arguments
     )
@@ -81,29 +81,26 @@ def _add_terms(options: Reward, judge: Judge | None) -> RewardFunction:
     ]
 
     def score(row: RewardRow, response: str) -> RewardResult:
+        results = [(term, function(row, response)) for term, function in functions]
+        # The first term that defines correctness decides it, and reads the answer.
+        grades = (result for _, result in results if result.correct is not None)
+        graded = next(grades, results[-1][1])
         total = 0.0
-        correct = None
-        answer = None
         extra: dict[str, float] = {}
-        steps: list[tuple[int, float]] = []
-        ignored: list[str] = []
-        for term, function in functions:
-            result = function(row, response)
+        for term, result in results:
             total += term.weight * result.score
-            # The first term that defines correctness decides it, and reads the answer.
-            if correct is None:
-                correct = result.correct
-                answer = result.answer
             extra = {**result.extra, **extra, term.metric: result.score}
-            ignored += result.ignored
-            steps += [(end, term.weight * reward) for end, reward in result.step_rewards]
         return RewardResult(
             score=total,
-            correct=correct,
+            correct=graded.correct,
             extra=extra,
-            step_rewards=tuple(steps),
-            answer=answer,
-            ignored=tuple(ignored),
+            step_rewards=tuple(
+                (end, term.weight * reward)
+                for term, result in results
+                for end, reward in result.step_rewards
+            ),
+            answer=graded.answer,
+            ignored=tuple(name for _, result in results for name in result.ignored),
         )
 
     return score

@@ -1,4 +1,4 @@
-"""The table of built-in rules: how each is bound to its argument, and which rows it scores."""
+"""The table of built-in rules: what they score and read, and the rows that select them."""
 
 import dataclasses
 import functools
@@ -7,30 +7,57 @@ from collections.abc import Callable
 from typing import Any
 
 from jax_ppo.rewards import math_rules, number_rules, text_rules
-from jax_ppo.rewards.number_rules import RewardResult, listed_texts
-from jax_ppo.rewards.numbers import format_quantity, parse_number
-from jax_ppo.rewards.samples import RewardFunction, RewardRow
+from jax_ppo.rewards.number_rules import format_quantity, parse_number
+from jax_ppo.rewards.samples import RewardFunction, RewardResult, RewardRow
+from jax_ppo.rewards.text_rules import listed_texts
+
+_NO_ANSWERS = ("proof", "notfound", "n/a")  # what data sets write where there is none
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """A built-in rule."""
 
-    # Returns the reward function for the argument in a term's brackets, "" without one; raises
-    # `ValueError` if the argument is invalid.
-    bind: Callable[[str], RewardFunction]
+    # Takes a response, a right answer to its row, and by name what `parse_argument` returns.
+    score: Callable[..., RewardResult]
     # The values of `data_source` that select the rule; `aime*` stands for all that begin with aime.
     sources: tuple[str, ...] = ()
+    # Reads the argument in a term's brackets, "" without one; raises `ValueError` if it is invalid.
+    parse_argument: Callable[[str], dict[str, Any]] | None = None
     # Returns what is wrong with a ground truth, "" if nothing is.
     obstacle: Callable[[Any], str] = lambda ground_truth: ""
     # Returns a response that is right for a ground truth; `None` if none can be made.
     perfect: Callable[[Any], str] | None = None
     # Forms of answers that it reads, besides `<answer>` tags; empty if any form is read.
     markers: tuple[str, ...] = ()
+    # Whether it reads the response behind the mark of a thought that the prompt has opened.
+    reads_thought: bool = True
     # Whether its time is unbounded, so that it runs only in worker processes.
     is_isolated: bool = False
     module: str = ""  # a module that it imports; "" without one
     extra: str = ""  # the extra of jax_ppo that installs it
+
+    def bind(self, argument: str) -> RewardFunction:
+        """Return the reward function for an argument; it takes the best of a row's right answers.
+
+        Raises:
+          ValueError: the argument is invalid.
+        """
+        if argument and self.parse_argument is None:
+            raise ValueError("takes no argument")
+        options = self.parse_argument(argument) if self.parse_argument else {}
+
+        def score(row: RewardRow, response: str) -> RewardResult:
+            results = []
+            response = row.thought * self.reads_thought + response
+            for truth in _alternatives(row.ground_truth):
+                results.append(self.score(response, truth, **options))
+                if results[-1].correct:
+                    break
+            return max(results, key=lambda result: result.score)
+
+        return score
 
     def find_obstacle(self, ground_truth: Any) -> str:
         """Return why no response to a row can be right, "" if one can be.
@@ -55,57 +82,25 @@ def _alternatives(ground_truth: Any) -> list[Any]:
     return [str(truth) if isinstance(truth, (int, float)) else truth for truth in truths]
 
 
-def _any_of(score: Callable[[str, Any], RewardResult], answers: bool = True) -> RewardFunction:
-    """Return the reward function that scores a response for the best of a row's right answers.
-
-    A rule for `answers`, which skips thoughts, also reads the mark of one that the prompt opened.
-    """
-
-    def score_row(row: RewardRow, response: str) -> RewardResult:
-        results = []
-        response = row.thought * answers + response
-        for truth in _alternatives(row.ground_truth):
-            results.append(score(response, truth))
-            if results[-1].correct:
-                break
-        return max(results, key=lambda result: result.score)
-
-    return score_row
-
-
-def _without_argument(
-    score: Callable[[str, Any], RewardResult], answers: bool = True
-) -> Callable[[str], RewardFunction]:
-    """Return the `bind` of a rule that takes the response, the ground truth and no argument."""
-
-    def bind(argument: str) -> RewardFunction:
-        if argument:
-            raise ValueError("takes no argument")
-        return _any_of(score, answers)
-
-    return bind
-
-
-def _bind_gsm8k(argument: str) -> RewardFunction:
+def _parse_method(argument: str) -> dict[str, Any]:
     method = argument or "strict"
     if method not in number_rules.GSM8K_METHODS:
         raise ValueError(f"expected one of {', '.join(number_rules.GSM8K_METHODS)}")
-    return _any_of(functools.partial(number_rules.score_gsm8k, method=method))
+    return {"method": method}
 
 
-def _bind_format(argument: str) -> RewardFunction:
+def _parse_tags(argument: str) -> dict[str, Any]:
     tags = tuple(tag.strip() for tag in (argument or "think,answer").split(","))
     if not all(re.fullmatch(r"[\w-]+", tag) for tag in tags):
         raise ValueError("expected tag names, as in format[think,answer]")
-    return lambda row, response: text_rules.score_format(row.thought + response, tags)
+    return {"tags": tags}
 
 
-def _bind_length(argument: str) -> RewardFunction:
+def _parse_bounds(argument: str) -> dict[str, Any]:
     bounds = re.fullmatch(r"(\d{1,9}):(\d{1,9})", argument)
     if bounds is None or int(bounds[1]) > int(bounds[2]):
         raise ValueError("expected the minimum and maximum number of words, as in length[5:200]")
-    least, most = map(int, bounds.groups())
-    return lambda row, response: text_rules.score_length(response, least, most)
+    return {"least": int(bounds[1]), "most": int(bounds[2])}
 
 
 def _unless(is_valid: Callable[[Any], object], problem: str) -> Callable[[Any], str]:
@@ -130,10 +125,6 @@ def _perfect_number(ground_truth: Any) -> str:
     return f"#### {format_quantity(number)}"
 
 
-def _perfect_box(ground_truth: str) -> str:
-    return f"\\boxed{{{math_rules.right_answers(ground_truth)[0]}}}"
-
-
 def _texts_obstacle(ground_truth: Any) -> str:
     obstacle = _text_obstacle(ground_truth)
     if not obstacle and not all(map(str.strip, listed_texts(ground_truth))):
@@ -148,18 +139,15 @@ def _answer_obstacle(ground_truth: Any) -> str:
     return obstacle
 
 
-_NO_ANSWERS = ("proof", "notfound", "n/a")  # what data sets write where there is none
-_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
-
-
 def _box_obstacle(ground_truth: Any) -> str:
-    obstacle = _answer_obstacle(ground_truth)
-    for answer in () if obstacle else math_rules.right_answers(ground_truth):
+    if obstacle := _answer_obstacle(ground_truth):
+        return obstacle
+    for answer in math_rules.right_answers(ground_truth):
         if math_rules.last_boxed(f"\\boxed{{{answer}}}") != answer.strip():
             return "has braces that do not match"
         if answer.lower() in _NO_ANSWERS or len(_WORD.findall(answer)) > 11:  # prose
             return "is no answer that a box can hold"
-    return obstacle
+    return ""
 
 
 def _pattern_obstacle(ground_truth: Any) -> str:
@@ -175,38 +163,38 @@ def _schema_obstacle(ground_truth: Any) -> str:
         schema = text_rules.parse_schema(ground_truth)
     except (ValueError, RecursionError) as error:
         return f"is not JSON: {error}"
-    if not isinstance(schema, dict):
-        return "is not a JSON schema"
-    return ""
+    return "" if isinstance(schema, dict) else "is not a JSON schema"
 
 
 RULES = {
     "gsm8k": Rule(
-        bind=_bind_gsm8k,
+        number_rules.score_gsm8k,
         sources=("openai/gsm8k",),
+        parse_argument=_parse_method,
         obstacle=_number_obstacle,
         perfect=_perfect_number,
         markers=("####",),
     ),
     "arithmetic": Rule(
-        bind=_without_argument(number_rules.score_arithmetic),
+        number_rules.score_arithmetic,
         sources=("arithmetic",),
         obstacle=_unless(_is_integer, "is not a whole number"),
         perfect=_perfect_number,
         markers=("####",),
     ),
     "sums": Rule(
-        bind=_without_argument(functools.partial(number_rules.score_gsm8k, method="flexible")),
+        functools.partial(number_rules.score_gsm8k, method="flexible"),
         sources=("sums",),
         obstacle=_number_obstacle,
         perfect=_perfect_number,
     ),
     "stories": Rule(
-        bind=lambda argument: lambda row, response: number_rules.score_story(response),
+        lambda response, truth: text_rules.score_story(response),
         sources=("stories",),
+        reads_thought=False,
     ),
     "math": Rule(
-        bind=_without_argument(math_rules.score_math),
+        math_rules.score_math,
         sources=(
             "lighteval/MATH",
             "DigitalLearningGmbH/MATH-lighteval",
@@ -216,36 +204,36 @@ RULES = {
             "numina_*",
         ),
         obstacle=_box_obstacle,
-        perfect=_perfect_box,
+        perfect=lambda truth: f"\\boxed{{{math_rules.right_answers(truth)[0]}}}",
         markers=("\\boxed",),
         is_isolated=True,
         module="math_verify",
         extra="math",
     ),
     "math_dapo": Rule(
-        bind=_without_argument(math_rules.score_dapo),
+        math_rules.score_dapo,
         sources=("math_dapo", "math", "math_dapo_reasoning", "aime*"),
         obstacle=_answer_obstacle,
-        perfect=lambda ground_truth: f"Answer: {math_rules.right_answers(ground_truth)[0]}",
+        perfect=lambda truth: f"Answer: {math_rules.right_answers(truth)[0]}",
         markers=("Answer:", "\\boxed"),
     ),
     "multiple_choice": Rule(
-        bind=_without_argument(text_rules.score_choice),
+        text_rules.score_choice,
         sources=("multiple_choice",),
         obstacle=_unless(
             lambda truth: isinstance(truth, str) and text_rules.parse_choice(truth),
             "is not one letter",
         ),
-        perfect=lambda ground_truth: f"Answer: {text_rules.parse_choice(ground_truth)}",
+        perfect=lambda truth: f"Answer: {text_rules.parse_choice(truth)}",
     ),
     "exact": Rule(
-        bind=_without_argument(text_rules.score_exact),
+        text_rules.score_exact,
         sources=("exact",),
         obstacle=_texts_obstacle,
-        perfect=lambda ground_truth: ground_truth,
+        perfect=lambda truth: truth,
     ),
     "search_qa": Rule(
-        bind=_without_argument(text_rules.score_search_answer),
+        text_rules.score_search_answer,
         sources=("searchR1_*",),
         obstacle=_unless(
             text_rules.search_targets,
@@ -256,21 +244,29 @@ RULES = {
     ),
     # The data choose the pattern and a model the text, so that the time to match has no bound.
     "regex": Rule(
-        bind=_without_argument(text_rules.score_regex, answers=False),
+        text_rules.score_regex,
         sources=("regex",),
         obstacle=_pattern_obstacle,
+        reads_thought=False,
         is_isolated=True,
     ),
     "json_schema": Rule(
-        bind=_without_argument(text_rules.score_json),
+        text_rules.score_json,
         sources=("json_schema",),
         obstacle=_schema_obstacle,
         is_isolated=True,
         module="jsonschema",
         extra="json",
     ),
-    "format": Rule(bind=_bind_format),
-    "length": Rule(bind=_bind_length),
+    "format": Rule(
+        lambda response, truth, tags: text_rules.score_format(response, tags),
+        parse_argument=_parse_tags,
+    ),
+    "length": Rule(
+        lambda response, truth, least, most: text_rules.score_length(response, least, most),
+        parse_argument=_parse_bounds,
+        reads_thought=False,
+    ),
 }
 
 _RULE_OF_SOURCE = {source: name for name, rule in RULES.items() for source in rule.sources}

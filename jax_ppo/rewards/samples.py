@@ -1,6 +1,7 @@
-"""Scoring of one response: the columns that a reward function reads, and its failures."""
+"""Scoring of one response: what a reward function reads and returns, and how it fails."""
 
 import copy
+import dataclasses
 import logging
 import traceback
 from collections.abc import Callable, Sequence
@@ -10,7 +11,6 @@ import numpy as np
 
 from jax_ppo.errors import UserError, printable_lines
 from jax_ppo.http_client import RequestTimeout
-from jax_ppo.rewards.number_rules import RewardResult
 
 if TYPE_CHECKING:  # `jax_ppo.types` imports jax, which reward workers do not load
     from jax_ppo.types import Example
@@ -33,16 +33,35 @@ class RewardRow(NamedTuple):
 
     @classmethod
     def from_example(
-        cls, example: "Example", completion_ids: Sequence[int] | np.ndarray = ()
+        cls,
+        example: "Example",
+        completion_ids: Sequence[int] | np.ndarray = (),
+        thought: str = "",
     ) -> "RewardRow":
         """Copy the columns of an example: a function that changes them changes no other sample."""
-        return cls(
-            data_source=example.data_source,
-            ground_truth=copy.deepcopy(example.ground_truth),
-            extra_info=copy.deepcopy(example.extra_info),
-            prompt=copy.deepcopy(example.prompt),
-            completion_ids=completion_ids,
-        )
+        columns = (example.ground_truth, example.extra_info, example.prompt)
+        return cls(example.data_source, *copy.deepcopy(columns), completion_ids, thought)
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardResult:
+    """The reward of one response."""
+
+    score: float  # the reward, finite
+    # Whether the answer is right; None if the rule does not define correctness.
+    correct: bool | None = None
+    # Other numbers to report, by name.
+    extra: dict[str, float] = dataclasses.field(default_factory=dict)
+    # Rewards within the response: (characters of its text up to the end of a step, reward of the
+    # step).
+    step_rewards: tuple[tuple[int, float], ...] = ()
+    # The answer that the rule extracted from the response, in a form in which equal answers are
+    # equal texts; `None` if there is none, or if the rule extracts no answers.
+    answer: str | None = None
+    # Names of what else a user-defined function returned, which cannot be reported.
+    ignored: tuple[str, ...] = ()
+    # Whether a user-defined function returned None, as TRL's do where they do not apply.
+    is_missing: bool = False
 
 
 class ScoringFailure(NamedTuple):
@@ -57,8 +76,19 @@ Outcome = RewardResult | ScoringFailure
 ProgressReporter = Callable[[int], object]  # takes the number of samples that have an outcome
 
 
-def ignore_progress(count: int) -> None:
-    """Do nothing, as a `ProgressReporter`."""
+def grade_answer(
+    answer: str | None, correct: bool = False, score: float | None = None
+) -> RewardResult:
+    """Return the result for an answer; `None` is no answer. The score is 1 or 0 unless given.
+
+    `extra` holds `answered`, 1 if there is an answer and 0 otherwise.
+    """
+    return RewardResult(
+        score=float(correct) if score is None else score,
+        correct=correct,
+        extra={"answered": float(answer is not None)},
+        answer=answer,
+    )
 
 
 class TimeoutCounter:

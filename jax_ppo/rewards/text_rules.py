@@ -1,16 +1,12 @@
 """Rules about the text of a response: exact answers, choices, patterns, JSON, format and length."""
 
+import contextlib
 import json
 import re
 import string
 from typing import Any
 
-from jax_ppo.rewards.number_rules import (
-    RewardResult,
-    grade_answer,
-    listed_texts,
-    read_final_part,
-)
+from jax_ppo.rewards.samples import RewardResult, grade_answer
 from jax_ppo.thoughts import after_thinking
 
 # A letter is a choice if nothing but punctuation follows on its line, or a word if the letter is
@@ -34,6 +30,49 @@ _CHOICES = (
 )
 _WHOLE_CHOICE = re.compile(r"[\s*(\[]*([A-Za-z])[\s*]*(?:[.):\]].*)?\Z", re.DOTALL)
 _FENCE = re.compile(r"\A```(?:json)?\s*\n(.*)\n```\Z", re.DOTALL)
+# The backslash of a LaTeX command, which JSON must have twice: it would read `\frac` as a form feed
+# and "rac". `\n` is a line break, except in the commands that begin with it.
+_COMMAND = re.compile(r"(?<!\\)\\(?!n(?!eq|ot|abla)|u[0-9a-fA-F]{4})(?=[A-Za-z]{2})")
+
+# A list as Python prints it, not JSON: with " only around texts that have an apostrophe.
+_PYTHON_LIST = re.compile(r"\[\s*('.*['\"]|\".*')\s*,?\s*\]", re.DOTALL)
+
+JOYFUL_WORDS = frozenset(
+    "happy happily smile smiled love loved fun play played playing laugh laughed hug "
+    "hugged friend friends joy glad excited proud kind sing dance shared cheered".split()
+)
+JOYFUL_ENOUGH = 5  # distinct words for the full score
+_WORD = re.compile(r"[a-z]+")
+
+
+def read_final_part(response: str) -> tuple[str, bool]:
+    """Return the part of a response that answers, and whether `<answer>` tags mark it.
+
+    It is the content of the last `<answer>...</answer>` after the thinking, or else all text after
+    the thinking.
+    """
+    text = after_thinking(response)
+    before, closed, _ = text.rpartition("</answer>")
+    _, opened, answer = before.rpartition("<answer>")
+    if closed and opened:
+        return answer.strip(), True
+    return text, False
+
+
+def listed_texts(ground_truth: str) -> list[str]:
+    """Return the entries of a ground truth that is a JSON list of texts, or else itself alone.
+
+    A list as Python prints it has none: `['a' 'b']` may be NumPy's, of two texts.
+    """
+    ground_truth = ground_truth.strip()
+    if _PYTHON_LIST.fullmatch(ground_truth):
+        return []
+    if ground_truth.startswith("["):
+        with contextlib.suppress(ValueError, RecursionError):
+            entries = json.loads(_COMMAND.sub(r"\\\\", ground_truth))
+            if entries and isinstance(entries[0], str):
+                return list(map(str, entries))
+    return [ground_truth]
 
 
 def score_exact(solution: str, ground_truth: str) -> RewardResult:
@@ -160,3 +199,13 @@ def score_length(solution: str, least: int, most: int) -> RewardResult:
     """Return 1 if the response has `least` to `most` words, otherwise 0; `extra` holds `words`."""
     words = len(solution.split())
     return RewardResult(score=float(least <= words <= most), extra={"words": float(words)})
+
+
+def score_story(solution: str) -> RewardResult:
+    """Return the number of distinct JOYFUL_WORDS in the response, over JOYFUL_ENOUGH, at most 1.
+
+    Only distinct words count, so that repetition earns nothing. `extra` holds `joyful_words`, their
+    number.
+    """
+    words = len(JOYFUL_WORDS.intersection(_WORD.findall(solution.lower())))
+    return RewardResult(score=min(1.0, words / JOYFUL_ENOUGH), extra={"joyful_words": float(words)})

@@ -4,7 +4,6 @@ A worker imports the reward function by its name in the options. It does not loa
 """
 
 import concurrent.futures
-import multiprocessing.context
 import os
 import signal
 import threading
@@ -29,7 +28,6 @@ from jax_ppo.rewards.samples import (
     RewardRow,
     ScoringFailure,
     TimeoutCounter,
-    ignore_progress,
     score_sample,
 )
 
@@ -49,9 +47,7 @@ class _WorkerProcess(processes.WorkerProcess):
     def exitcode(self) -> int | None:
         """Return the exit code, never 0: workers do not end by themselves."""
         code = super().exitcode
-        if code == 0:
-            return _ENDED_WITH_ZERO
-        return code
+        return _ENDED_WITH_ZERO if code == 0 else code
 
     def terminate(self) -> None:
         """Kill the worker and the processes that it started; it ignores SIGTERM."""
@@ -62,8 +58,8 @@ class _WorkerProcess(processes.WorkerProcess):
             self.kill()
 
 
-class _WorkerContext(multiprocessing.context.SpawnContext):
-    """Starts worker processes as new interpreters, which inherit nothing from the run."""
+class _WorkerContext(processes.WorkerContext):
+    """Starts such workers."""
 
     Process = _WorkerProcess  # type: ignore[assignment]
 
@@ -87,10 +83,10 @@ class RewardWorkers:
     """
 
     def __init__(self, options: Reward, workers: int, takes_batches: bool = False) -> None:
-        """Prepare the pool of one process or more; one if the function takes whole batches."""
+        """Prepare the pool: one process if the function takes whole batches, else at least one."""
         self._options = options
         self._takes_batches = takes_batches
-        self._workers = workers
+        self._workers = 1 if takes_batches else max(1, workers)
         self._pool: pebble.ProcessPool | None = None
 
     def __enter__(self) -> "RewardWorkers":
@@ -114,7 +110,7 @@ class RewardWorkers:
         self,
         rows: Sequence[RewardRow],
         responses: Sequence[str],
-        report_progress: ProgressReporter = ignore_progress,
+        report_progress: ProgressReporter = lambda done: None,
     ) -> list[Outcome]:
         """Score each response for its row; return results and failures in the order of the rows."""
         if not self._takes_batches:
@@ -122,7 +118,7 @@ class RewardWorkers:
             return self._run(tasks, self._options.timeout, report_progress)
         # One call, which may take as long as responses without a result before a batch is given up.
         limit = self._options.timeout * max(1, min(len(rows), self._options.max_timeouts))
-        [outcomes] = self._run([(list(rows), list(responses))], limit, ignore_progress)
+        [outcomes] = self._run([(list(rows), list(responses))], limit, lambda done: None)
         return [outcomes] * len(rows) if isinstance(outcomes, ScoringFailure) else outcomes
 
     def _run(
@@ -196,20 +192,15 @@ class RewardWorkers:
                 f"no result within {seconds}; its worker process was replaced", timed_out=True
             )
         except pebble.ProcessExpired as error:
-            return ScoringFailure(
-                f"its worker process ended with {_describe_exit_code(error.exitcode)} and was "
-                "replaced"
-            )
+            code = error.exitcode
+            end = f"exit code {code % _ENDED_WITH_ZERO}"
+            if code < 0:
+                end = f"signal {signal.Signals(-code).name}"
+            return ScoringFailure(f"its worker process ended with {end} and was replaced")
         except BrokenProcessPool:
             return None
         except Exception as error:  # such as columns that cannot be sent to another process
             return ScoringFailure(printable_lines(f"{type(error).__name__}: {error}"))
-
-
-def _describe_exit_code(code: int) -> str:
-    if code < 0:
-        return f"signal {signal.Signals(-code).name}"
-    return f"exit code {code % _ENDED_WITH_ZERO}"
 
 
 # Of a worker process: its reward function, or why it has none.

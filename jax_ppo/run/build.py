@@ -30,7 +30,7 @@ from jax_ppo.ppo.rewarding import RuleScorer
 from jax_ppo.ppo.rollout_engine import make_engine, make_stop_search, sampling_options
 from jax_ppo.ppo.step_parts import StepOptions
 from jax_ppo.registries import ROLLOUT_ENGINES
-from jax_ppo.rewards import reward_functions, row_validation
+from jax_ppo.rewards import reward_functions, row_rules
 from jax_ppo.rewards.custom import BatchFunction, validate_columns
 from jax_ppo.rewards.judge import Judge
 from jax_ppo.rewards.samples import RewardFunction
@@ -252,17 +252,13 @@ def _resolve_rule(options: Reward, examples: list[Example]) -> RunRule:
         validate_columns(rule, examples, f"config.reward.function={options.function!r}")
     # A judge that is the whole reward scores rows of any source.
     if judge is None or options.terms:
-        row_validation.validate_data_sources(examples, options.function, options.terms)
-        if missing := row_validation.find_missing_package(
-            examples, options.function, options.terms
-        ):
+        row_rules.validate_data_sources(examples, options.function, options.terms)
+        if missing := row_rules.find_missing_package(examples, options.function, options.terms):
             raise UserError(missing)
     workers = count_workers(options, reward_functions.needs_workers(examples, options))
     if not workers:
         return rule
-    # A function of batches runs in one process, which gets whole batches.
-    takes_batches = isinstance(rule, BatchFunction)
-    return RewardWorkers(options, 1 if takes_batches else workers, takes_batches)
+    return RewardWorkers(options, workers, takes_batches=isinstance(rule, BatchFunction))
 
 
 def _report_size(run: PPORun, report: Report) -> None:

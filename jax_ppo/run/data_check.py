@@ -17,7 +17,7 @@ from jax_ppo.data.prompt_batches import bucket_width
 from jax_ppo.data.tokenize_prompts import encode_prompts
 from jax_ppo.environments.loading import describe_tools, load_environment_class
 from jax_ppo.errors import UserError, counted, printable_lines
-from jax_ppo.rewards import reward_functions, row_validation
+from jax_ppo.rewards import reward_functions, row_rules
 from jax_ppo.rewards.rule_table import rule_of_source
 from jax_ppo.run import rule_trial
 from jax_ppo.run.run_examples import chat_template, load_examples, make_encoding
@@ -229,8 +229,8 @@ def _find_obstacles(examples: Sequence[Example], options: Reward) -> list[str]:
     """Return some of the rows that no rule can score."""
     if reward_functions.scores_any_row(options):
         return []
-    obstacles = list(row_validation.find_obstacles(examples, options.function, options.terms))
-    missing = row_validation.find_missing_package(examples, options.function, options.terms)
+    obstacles = list(row_rules.find_obstacles(examples, options.function, options.terms))
+    missing = row_rules.find_missing_package(examples, options.function, options.terms)
     problems = [missing] * bool(missing) + obstacles[:_MAX_SHOWN]
     if len(obstacles) > _MAX_SHOWN:
         problems.append(f"{len(obstacles)} examples in all cannot be scored")

@@ -11,7 +11,7 @@ from jax_ppo.models.hf.hub import resolve_model_folder
 from jax_ppo.models.hf.load import read_architecture
 from jax_ppo.reporting import console
 from jax_ppo.reporting.files import write_json_lines
-from jax_ppo.rewards import reward_functions, row_validation
+from jax_ppo.rewards import reward_functions, row_rules
 from jax_ppo.run.run_examples import chat_template, make_parser
 from jax_ppo.run.run_models import load_model_tokenizer
 from jax_ppo.runtime import distributed, heartbeat
@@ -70,5 +70,5 @@ def _find_obstacle(options: Reward | None, example: Example) -> str:
     """Return why no rule can score an example; "" if one can, or `options` is `None`."""
     if options is None:
         return ""
-    obstacles = row_validation.find_obstacles([example], options.function, options.terms)
+    obstacles = row_rules.find_obstacles([example], options.function, options.terms)
     return next(obstacles, "").removeprefix(f"{example.describe_location(1)}: ")

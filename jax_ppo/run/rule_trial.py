@@ -9,9 +9,9 @@ from jax_ppo.data.messages import join_contents
 from jax_ppo.rewards import reward_functions
 from jax_ppo.rewards.batch import describe_misses, score_batch, scored_misses
 from jax_ppo.rewards.custom import BatchFunction, validate_columns
+from jax_ppo.rewards.row_rules import AUTO, JUDGE, parse_terms, rules_of_source
 from jax_ppo.rewards.rule_table import RULES
 from jax_ppo.rewards.samples import RewardFunction
-from jax_ppo.rewards.terms import AUTO, JUDGE, parse_terms, rules_of_source
 from jax_ppo.rewards.worker_pool import RewardWorkers, count_workers
 from jax_ppo.types import Example
 
@@ -60,12 +60,11 @@ def try_rule(
     running = contextlib.nullcontext(rule)
     if needs_workers:
         solved = solved[:most_in_workers]
-        takes_batches = isinstance(rule, BatchFunction)
-        processes = 1 if takes_batches else max(1, count_workers(options, needs_workers))
-        running = RewardWorkers(options, processes, takes_batches)
+        workers = count_workers(options, needs_workers)
+        running = RewardWorkers(options, workers, takes_batches=isinstance(rule, BatchFunction))
     responses = [example.response or "" for example in solved]
     with running as scorer:
-        scored = score_batch(scorer, solved, responses, max_timeouts=options.max_timeouts)
+        scored = score_batch(scorer, solved, responses, options)
     misses = scored_misses(solved, responses, scored)
     return Trial(
         tried=len(solved),

@@ -21,8 +21,8 @@ from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.errors import UserError
 from jax_ppo.ppo import rewarding
 from jax_ppo.ppo.rewarding import FailedSteps, RuleRewards, RuleScorer
-from jax_ppo.rewards.number_rules import RewardResult
 from jax_ppo.rewards.reward_functions import resolve_reward_function
+from jax_ppo.rewards.samples import RewardResult
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.types import Example, Prompts, Rollout
 from waiting import HANG_SECONDS, finish_all
@@ -142,7 +142,7 @@ import jax, numpy as np
 from jax_ppo.config.schema import Distributed, MeshShape, Reward
 from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.ppo.rewarding import RuleScorer
-from jax_ppo.rewards.number_rules import RewardResult
+from jax_ppo.rewards.samples import RewardResult
 from jax_ppo.runtime import distributed, meshes, placement, sharding
 from jax_ppo.types import Example, Prompts, Rollout
 

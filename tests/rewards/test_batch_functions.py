@@ -5,7 +5,7 @@ import pytest
 
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError
-from jax_ppo.rewards.batch import _report_missing_rewards, score_batch
+from jax_ppo.rewards.batch import _warn_once, score_batch
 from jax_ppo.rewards.custom import validate_columns
 from jax_ppo.rewards.reward_functions import resolve_reward_function
 from jax_ppo.rewards.worker_pool import RewardWorkers
@@ -106,7 +106,7 @@ def test_whole_batches_are_scored_in_one_call(module, workers, caplog):
         with RewardWorkers(Reward(function=function), 1, takes_batches=True) as pool:
             return score_batch(pool, EXAMPLES, RESPONSES)
 
-    _report_missing_rewards.cache_clear()  # which says so once in a process
+    _warn_once.cache_clear()  # which says so once in a process
     scored = score("verl")
     assert scored.scores.tolist() == scored.correct.tolist() == [1, 0]
     assert scored.extra["n"].tolist() == [2, 2] and scored.failures == 0
@@ -130,7 +130,10 @@ def test_whole_batches_are_scored_in_one_call(module, workers, caplog):
 )
 def test_a_function_that_fails_costs_its_batch(module, name, failed, words):
     scored = score_batch(
-        resolve_reward_function(Reward(function=f"{module}:{name}")), EXAMPLES, RESPONSES, -1.0
+        resolve_reward_function(Reward(function=f"{module}:{name}")),
+        EXAMPLES,
+        RESPONSES,
+        Reward(fallback_score=-1.0),
     )
     assert scored.failures == failed and words in scored.first_failure
     # A traceback of our own code would say nothing.

@@ -176,7 +176,10 @@ def test_a_judge_that_hangs_is_given_up_after_consecutive_time_outs(workers):
         rule = Judge.from_options(options).reward_function()
         with RewardWorkers(options, 1) as pool:
             scored = score_batch(
-                pool if workers else rule, [Example("q", "mine")] * 5, list("abcde"), -1.0, 2
+                pool if workers else rule,
+                [Example("q", "mine")] * 5,
+                list("abcde"),
+                Reward(fallback_score=-1.0, max_timeouts=2),
             )
         silent.setblocking(False)
         accepted = 0
@@ -191,7 +194,9 @@ def test_a_judge_that_hangs_is_given_up_after_consecutive_time_outs(workers):
 
 def test_a_judge_that_refuses_is_asked_for_every_response(server):
     server.replies = [(401, "")]
-    scored = score_batch(judge(server), [Example("q", "mine")] * 5, list("abcde"), max_timeouts=2)
+    scored = score_batch(
+        judge(server), [Example("q", "mine")] * 5, list("abcde"), Reward(max_timeouts=2)
+    )
     assert scored.failures == len(server.requests) == 5
 
 

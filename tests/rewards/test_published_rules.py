@@ -13,7 +13,7 @@ from jax_ppo.config.schema import Reward
 from jax_ppo.data.row_formats import parse_row
 from jax_ppo.rewards import reward_functions
 from jax_ppo.rewards.math_rules import score_dapo
-from jax_ppo.rewards.row_validation import find_obstacles
+from jax_ppo.rewards.row_rules import find_obstacles
 from jax_ppo.rewards.rule_table import RULES, rule_of_source
 from jax_ppo.rewards.samples import RewardRow
 from jax_ppo.rewards.text_rules import score_search_answer

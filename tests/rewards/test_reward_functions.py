@@ -14,9 +14,9 @@ from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError
 from jax_ppo.rewards.batch import score_batch
 from jax_ppo.rewards.custom import assign_step_rewards, parse_reward_output, read_reward_output
-from jax_ppo.rewards.number_rules import RewardResult
 from jax_ppo.rewards.reward_functions import resolve_reward_function
-from jax_ppo.rewards.row_validation import validate_data_sources
+from jax_ppo.rewards.row_rules import validate_data_sources
+from jax_ppo.rewards.samples import RewardResult
 from jax_ppo.types import Example
 
 GSM8K = Example("q", "openai/gsm8k", "42")
@@ -123,7 +123,7 @@ def test_a_failing_sample_costs_nobody_else_anything(module, caplog):
             resolve_reward_function(Reward(function=f"{module}:stumbles")),
             examples,
             responses,
-            fallback_score=-1.0,
+            options=Reward(fallback_score=-1.0),
         )
     np.testing.assert_array_equal(batch.scores, np.float32([0.49, -1, -1, -1, -1, -1, -1, 0.49]))
     assert batch.failures == 6
@@ -145,7 +145,9 @@ def test_a_failing_sample_costs_nobody_else_anything(module, caplog):
 def test_exiting_in_a_function_fails_its_sample_only(module, caplog):
     """Regression: `sys.exit()` ended the run with exit code 0."""
     function = resolve_reward_function(Reward(function=f"{module}:stumbles"))
-    batch = score_batch(function, [GSM8K] * 3, ["fine", "exit", "fine"], fallback_score=-1.0)
+    batch = score_batch(
+        function, [GSM8K] * 3, ["fine", "exit", "fine"], options=Reward(fallback_score=-1.0)
+    )
     np.testing.assert_array_equal(batch.scores, np.float32([0.49, -1, 0.49]))
     assert batch.failed.tolist() == [False, True, False]
     assert "SystemExit: 0" in batch.first_failure and "SystemExit: 0" in caplog.text
@@ -193,7 +195,7 @@ def test_a_built_in_rule_that_can_not_be_had_is_a_failure_of_that_sample():
         resolve_reward_function(Reward()),
         [Example("q", "unknown"), SUM],
         ["x", "#### 5"],
-        fallback_score=0.25,
+        options=Reward(fallback_score=0.25),
     )
     np.testing.assert_array_equal(batch.scores, [0.25, 1])
     assert batch.failures == 1
@@ -411,7 +413,7 @@ def test_rewards_of_steps_are_read_and_checked():
         lambda example, response: parse_reward_output(function("", response, "", {})),
         [SUM, SUM],
         ["abcd", ""],
-        fallback_score=-3.0,
+        options=Reward(fallback_score=-3.0),
     )
     assert scored.step_rewards == [((2, 0.5), (4, -1.0)), ()]
     # The empty text has no first character.

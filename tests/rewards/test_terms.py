@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError
-from jax_ppo.rewards import math_rules, reward_functions, row_validation, text_rules
+from jax_ppo.rewards import math_rules, reward_functions, row_rules, text_rules
+from jax_ppo.rewards.row_rules import Term, parse_terms
 from jax_ppo.rewards.samples import RewardRow
-from jax_ppo.rewards.terms import Term, parse_terms
 from jax_ppo.rewards.worker_pool import RewardWorkers
 from jax_ppo.thoughts import MARKS
 from jax_ppo.types import Example
@@ -128,21 +128,21 @@ def test_a_model_may_be_one_term_or_the_only_one():
 )
 def test_ground_truths_that_a_rule_cannot_use_are_refused(terms, source, ground_truth, message):
     with pytest.raises(UserError, match=message):
-        row_validation.validate_data_sources([Example("q", source, ground_truth)], terms=terms)
+        row_rules.validate_data_sources([Example("q", source, ground_truth)], terms=terms)
 
 
 def test_a_package_that_a_rule_needs_is_named_before_a_run(monkeypatch):
     examples = [Example("q", "openai/gsm8k", "1"), Example("q", "HuggingFaceH4/MATH-500", "1")]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert row_validation.find_missing_package(examples) == (
+    assert row_rules.find_missing_package(examples) == (
         "data_source='HuggingFaceH4/MATH-500' needs the package math-verify: "
         "pip install 'jax_ppo[math]'"
     )
     assert "the rule 'json_schema' needs the package jsonschema" in (
-        row_validation.find_missing_package(examples, terms="json_schema:1")
+        row_rules.find_missing_package(examples, terms="json_schema:1")
     )
-    assert not row_validation.find_missing_package(examples, terms="exact:1,my.py:f:1")
-    assert not row_validation.find_missing_package(examples, "my.py:f")
+    assert not row_rules.find_missing_package(examples, terms="exact:1,my.py:f:1")
+    assert not row_rules.find_missing_package(examples, "my.py:f")
 
 
 def test_rules_that_may_take_any_time_run_in_workers():

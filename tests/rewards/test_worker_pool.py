@@ -127,7 +127,11 @@ def test_a_hung_or_dead_worker_costs_its_sample_only(module, workers, caplog):
     progress = []
     with RewardWorkers(options(f"{module}:misbehaves"), workers) as pool:
         batch = score_batch(
-            pool, examples, RESPONSES, fallback_score=-1.0, report_progress=progress.append
+            pool,
+            examples,
+            RESPONSES,
+            options=Reward(fallback_score=-1.0),
+            report_progress=progress.append,
         )
     assert progress == list(range(1, len(RESPONSES) + 1))
     expected = [5, -1, 3, -1, 6, -1, -1, -1, -1, -1, 10]
@@ -164,7 +168,7 @@ def test_after_consecutive_time_outs_the_rest_of_a_batch_fails_at_once(module, w
     folder = pathlib.Path(module).parent
     with RewardWorkers(options(f"{module}:misbehaves", max_timeouts=3), workers) as pool:
         before = len(list(folder.glob("*.hangs")))
-        batch = score_batch(pool, rows, [*hangs, *untried], fallback_score=-1.0)
+        batch = score_batch(pool, rows, [*hangs, *untried], options=Reward(fallback_score=-1.0))
         assert batch.scores.tolist() == [5] + [-1] * 10 and batch.failures == 10
         # With several workers, some may have begun the samples that follow the third time-out.
         assert len(list(folder.glob("*.hangs"))) - before <= 5 + workers - 1

@@ -11,7 +11,7 @@ import tiny
 from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.ppo import mini_batches
 from jax_ppo.ppo.rewarding import RuleScorer
-from jax_ppo.rewards.number_rules import RewardResult
+from jax_ppo.rewards.samples import RewardResult
 from jax_ppo.run import build, run_models
 from jax_ppo.runtime import faults, placement, sharding
 from jax_ppo.training.random_streams import Stream, sample_key

@@ -1,0 +1,156 @@
+"""Which built-in rules score a row, by the terms of `reward.terms` or the row's `data_source`.
+
+Before a run, what prevents them: a missing rule or package, a ground truth of another form.
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import importlib.util
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from jax_ppo.errors import UserError
+from jax_ppo.rewards.rule_table import RULES, SOURCES, Rule, rule_of_source
+
+if TYPE_CHECKING:  # `jax_ppo.types` imports jax, which reward workers do not load
+    from jax_ppo.types import Example
+
+AUTO = "auto"  # the term of each row's own rule
+MODEL = "model"  # the term of the reward model
+JUDGE = "judge"  # the term of the server of `reward.url`
+
+# Commas within square brackets belong to an argument.
+_COMMA = re.compile(r",(?![^\[\]]*\])")
+_TERM = re.compile(r"(?P<rule>[^\[\]]+?)(?:\[(?P<argument>[^\[\]]*)\])?:(?P<weight>[^:\[\]]+)")
+# As in Search-R1's data; columns of an answer in other public data.
+_SEARCH_TASKS = "nq triviaqa popqa hotpotqa 2wikimultihopqa musique bamboogle".split()
+_REFERENCE = re.compile(r"(?i:labels?|targets?|gold\w*|gt|truth|\w*(answer|reference)\w*)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """One summand of a reward."""
+
+    rule: str  # name of a rule, `auto`, `model`, or `module:function`
+    argument: str  # the text in brackets after the name; "" without brackets
+    weight: float  # finite
+
+    @property
+    def metric(self) -> str:
+        """Return the term's name among the metrics: the rule, or the name of the function."""
+        return f"{self.rule.rpartition(':')[2]}_term"
+
+
+def parse_terms(text: str) -> tuple[Term, ...]:
+    """Return the terms of `reward.terms`, such as "gsm8k:1.0,format[think,answer]:0.2".
+
+    Raises:
+      UserError: a term is not RULE:WEIGHT or RULE[ARGUMENT]:WEIGHT, or two have the same name.
+    """
+    terms: list[Term] = []
+    for part in filter(None, map(str.strip, _COMMA.split(text))):
+        match = _TERM.fullmatch(part)
+        weight = math.nan
+        if match:
+            with contextlib.suppress(ValueError):
+                weight = float(match["weight"])
+        if match is None or not math.isfinite(weight):
+            raise UserError(
+                f"config.reward.terms={text!r}: {part!r} is not RULE:WEIGHT, as in gsm8k:1.0, "
+                "format[think,answer]:0.2, model:0.5 or my.py:score:0.1"
+            )
+        term = Term(rule=match["rule"], argument=match["argument"] or "", weight=weight)
+        if term.metric in {other.metric for other in terms}:
+            raise UserError(f"config.reward.terms={text!r}: {term.metric[:-5]!r} occurs twice")
+        terms.append(term)
+    return tuple(terms)
+
+
+def rules_of_source(source: str, terms: tuple[Term, ...]) -> Iterator[tuple[str, Rule | None]]:
+    """Yield name and rule of each term that needs a built-in rule, `None` for an unknown one."""
+    # Without terms, the rule of the row's source is the only one.
+    for name in [term.rule for term in terms] or [AUTO]:
+        if name == AUTO:
+            yield AUTO, RULES.get(rule_of_source(source) or "")
+        elif name not in (MODEL, JUDGE) and ":" not in name:
+            yield name, RULES.get(name)
+
+
+def validate_data_sources(
+    examples: Sequence["Example"], function: str = "", terms: str = ""
+) -> None:
+    """Raise `UserError` for the first example that `find_obstacles` cannot have scored."""
+    if obstacle := next(find_obstacles(examples, function, terms), ""):
+        raise UserError(obstacle)
+
+
+def find_obstacles(
+    examples: Sequence["Example"], function: str = "", terms: str = ""
+) -> Iterator[str]:
+    """Yield one line for each reason why the reward function cannot score an example.
+
+    `function` and `terms` are `config.reward`'s. A user-defined function accepts everything.
+    Otherwise each data_source must have a built-in rule, unless terms name the rules, and the
+    ground truth must have the form that the rule requires.
+    """
+    if function:
+        return
+    parsed_terms = parse_terms(terms)
+    for row, example in enumerate(examples, 1):
+        location = example.describe_location(row)
+        source = example.data_source
+        for name, rule in rules_of_source(source, parsed_terms):
+            if rule is None:
+                yield f"{location}: {_describe_missing_rule(source)}"
+            elif obstacle := rule.find_obstacle(example.ground_truth):
+                named = next(filter(_REFERENCE.fullmatch, map(str, example.extra_info)), "")
+                hint = ""
+                if named and example.ground_truth in ("", []):
+                    hint = f"; if {named} is the answer, set config.data.ground_truth_key={named}"
+                yield (
+                    f"{location}: ground_truth={example.ground_truth!r} {obstacle}, as "
+                    f"{_describe_rule(name, source)} requires; correct the data, or set "
+                    f"config.reward.function=module:function{hint}"
+                )
+
+
+def find_missing_package(examples: Sequence["Example"], function: str = "", terms: str = "") -> str:
+    """Return which package the rules of the examples need that is not installed; "" if none."""
+    if function:
+        return ""
+    parsed_terms = parse_terms(terms)
+    for source in dict.fromkeys(example.data_source for example in examples):
+        for name, rule in rules_of_source(source, parsed_terms):
+            if rule is not None and rule.module and importlib.util.find_spec(rule.module) is None:
+                package = rule.module.replace("_", "-")
+                return (
+                    f"{_describe_rule(name, source)} needs the package {package}: pip install "
+                    f"'jax_ppo[{rule.extra}]'"
+                )
+    return ""
+
+
+def _describe_rule(name: str, source: str) -> str:
+    return f"data_source={source!r}" if name == AUTO else f"the rule {name!r}"
+
+
+def _describe_missing_rule(source: str) -> str:
+    described = f"data_source={source!r}"
+    if not source:
+        described += " (the rows have no such column)"
+    examples = tuple(rule.sources[0] for rule in RULES.values() if rule.sources)
+    # The source of a rule whose task has a similar name.
+    tasks = {name.rpartition("/")[2].lower(): name for name in SOURCES}
+    tasks |= {task: f"searchR1_{task}" for task in _SEARCH_TASKS}
+    near = difflib.get_close_matches(source.rpartition("/")[2].lower(), tasks, n=1)
+    hint = f" Did you mean {tasks[near[0]]!r}?" if near else ""
+    if "countdown" in source.lower():
+        hint = " The equations of Countdown need a function."
+    return (
+        f"{described} has no built-in rule; expected one of {examples} and others "
+        "(docs/data-and-rewards.md), a rule by config.reward.terms=RULE:1.0, or "
+        f"config.reward.function=module:function.{hint}"
+    )

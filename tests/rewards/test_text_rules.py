@@ -1,0 +1,26 @@
+import pytest
+
+from jax_ppo.rewards import text_rules
+
+
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("It was dark.", 0.0),
+        ("Lily was happy.", 0.2),
+        ("happy happy Happy, HAPPY!", 0.2),
+        ("unhappy playful", 0.0),
+        ("They played and laughed. It was fun, and Lily was happy.", 0.8),
+        ("Happy friends love to play, hug, dance, sing and laugh: such fun.", 1.0),
+    ],
+)
+def test_stories_by_hand(text, score):
+    result = text_rules.score_story(text)
+    assert result.score == pytest.approx(score)
+    assert result.correct is None
+    assert result.extra["joyful_words"] >= round(score * 5)
+
+
+def test_the_joyful_words():
+    assert len(text_rules.JOYFUL_WORDS) == 25
+    assert all(word.isalpha() and word.islower() for word in text_rules.JOYFUL_WORDS)
