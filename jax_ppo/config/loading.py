@@ -16,15 +16,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax_ppo.config import config_files, parsing, validation
-from jax_ppo.config.option import COMMANDS, Facts, Option, strip_none
-from jax_ppo.config.schema import (
-    PPO,
-    SUPERVISED,
-    Config,
-    all_options,
-    options_by_name,
-    replace_options,
-)
+from jax_ppo.config.option import COMMANDS, PPO, SUPERVISED, Facts, Option, strip_none
+from jax_ppo.config.schema import Config, all_options, options_by_name, replace_options
 from jax_ppo.config.suggestions import suggest_option
 from jax_ppo.errors import UserError, did_you_mean
 

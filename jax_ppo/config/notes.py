@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 
-from jax_ppo.config.schema import Actor, Algorithm, Config, Optim, all_options, option_value
+from jax_ppo.config.option import option_value
+from jax_ppo.config.schema import Actor, Algorithm, Config, all_options
+from jax_ppo.config.training_options import Optim
 from jax_ppo.errors import counted
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, ROLLOUT_ENGINES
 

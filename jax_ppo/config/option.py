@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 COMMANDS = ("train", "critic", "evaluate", "score", "sft", "reward_model")
+# Those that read an option: all where nothing is said. `plan` takes the options of `train`.
+POLICY = ("train",)
+PPO = ("train", "critic")
+SAMPLING = (*PPO, "evaluate")
+ADVANTAGES = (*PPO, "score")
+MODELS = (*PPO, "evaluate", "score")
+SUPERVISED = ("sft", "reward_model")
+LEARNING = (*PPO, *SUPERVISED)
+REPORTS = (*PPO, "evaluate", *SUPERVISED)
 
 Bound = int | float
 T = TypeVar("T")
@@ -159,3 +169,8 @@ def strip_none(annotation: Any) -> type:
         if argument is not type(None):
             return argument
     return annotation
+
+
+def option_value(config: Any, name: str) -> object:
+    """Return the value of the option of a `Config` with this dotted name."""
+    return functools.reduce(getattr, name.split("."), config)

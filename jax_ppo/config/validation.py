@@ -8,17 +8,9 @@ import urllib.parse
 from collections.abc import Iterable
 from typing import Any
 
-from jax_ppo.config.schema import (
-    ENVIRONMENT_IS_SERVER,
-    SUPERVISED,
-    Actor,
-    Config,
-    Critic,
-    Data,
-    all_options,
-    option_value,
-    options_by_name,
-)
+from jax_ppo.config.option import SUPERVISED, option_value
+from jax_ppo.config.option_rules import ENVIRONMENT_IS_SERVER
+from jax_ppo.config.schema import Actor, Config, Critic, Data, all_options, options_by_name
 from jax_ppo.errors import UserError
 
 

@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jax_ppo.config.schema import MultiTurn
+from jax_ppo.config.rollout_options import MultiTurn
 from jax_ppo.data.messages import quote_cell
 from jax_ppo.environments.protocol import EnvironmentLost
 from jax_ppo.http_client import HTTPClient, RequestFault

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax_ppo.config import parsing, plugins
-from jax_ppo.config.schema import MultiTurn
+from jax_ppo.config.rollout_options import MultiTurn
 from jax_ppo.data.chat_templates import (
     ChatTemplate,
     MessageFrame,

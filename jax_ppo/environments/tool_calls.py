@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax_ppo.config import parsing, plugins
-from jax_ppo.config.schema import MultiTurn
+from jax_ppo.config.rollout_options import MultiTurn
 from jax_ppo.data.row_formats import function_schema
 from jax_ppo.environments import sandbox
 from jax_ppo.environments.calculator import LONGEST, calculate

@@ -7,7 +7,9 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jax_ppo.config import validation
-from jax_ppo.config.schema import Config, RolloutMesh, option_value, replace_options
+from jax_ppo.config.option import option_value
+from jax_ppo.config.rollout_options import RolloutMesh
+from jax_ppo.config.schema import Config, replace_options
 from jax_ppo.errors import UserError
 from jax_ppo.kernels.platform import target_platform
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from jax_ppo.config.schema import Algorithm, KLControl
+from jax_ppo.config.schema import Algorithm
+from jax_ppo.config.training_options import KLControl
 from jax_ppo.kernels import importance
 from jax_ppo.kernels.masked_statistics import (
     Moments,

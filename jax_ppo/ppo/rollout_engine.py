@@ -6,7 +6,8 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jax_ppo.config.parsing import parse_strings
-from jax_ppo.config.schema import RolloutOptions, Sampling
+from jax_ppo.config.rollout_options import Sampling
+from jax_ppo.config.schema import RolloutOptions
 from jax_ppo.data.tokenizer import token_bytes
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes

@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jax_ppo.config.schema import Data, MultiTurn
+from jax_ppo.config.rollout_options import MultiTurn
+from jax_ppo.config.schema import Data
 from jax_ppo.data.chat_templates import ChatTemplate
 from jax_ppo.data.tokenize_prompts import PromptDataset, tokenize_prompts
 from jax_ppo.environments.host import HostEnvironment

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 
 from jax_ppo.config import loading
-from jax_ppo.config.schema import Config, Critic, LoraOptions, Model, Teacher, replace_options
+from jax_ppo.config.schema import Config, Critic, Model, Teacher, replace_options
+from jax_ppo.config.training_options import LoraOptions
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf import peft
 from jax_ppo.models.hf.json_files import read_json_object

@@ -21,7 +21,8 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jax_ppo.config.schema import MeshShape, RolloutMesh
+from jax_ppo.config.rollout_options import RolloutMesh
+from jax_ppo.config.schema import MeshShape
 from jax_ppo.errors import UserError
 
 # In the order of the devices: neighbours exchange the most, stages the least.

@@ -7,7 +7,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jax_ppo.config.schema import Critic, KLControl, Reward
+from jax_ppo.config.schema import Critic, Reward
+from jax_ppo.config.training_options import KLControl
 from jax_ppo.errors import UserError
 from jax_ppo.kernels import kl
 from jax_ppo.kernels.masked_statistics import Moments, empty_moments

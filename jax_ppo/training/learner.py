@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float32
 
-from jax_ppo.config.schema import Optim
+from jax_ppo.config.training_options import Optim
 from jax_ppo.runtime import placement
 from jax_ppo.runtime.sharding import constrain_rows, constrain_tree
 from jax_ppo.training import packing

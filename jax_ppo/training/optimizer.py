@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jax_ppo.config.schema import Optim
+from jax_ppo.config.training_options import Optim
 from jax_ppo.registries import LEARNING_RATE_SCHEDULES
 from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.stochastic_rounding import store_like, widen

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jax_ppo.config.schema import Config, all_options, flatten_options, option_value
+from jax_ppo.config.option import option_value
+from jax_ppo.config.schema import Config, all_options, flatten_options
 from jax_ppo.errors import UserError, counted
 from jax_ppo.training.checkpoint import Checkpointer
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_ppo.config.schema import Actor, Config, Critic, Model, option_value
+from jax_ppo.config.option import option_value
+from jax_ppo.config.schema import Actor, Config, Critic, Model
 from jax_ppo.models.deberta.encoder import Deberta
 from jax_ppo.models.hf import peft
 from jax_ppo.models.hf.hub import HUB_FILES, resolve_model_folder

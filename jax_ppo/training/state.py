@@ -11,7 +11,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jax_ppo.config.schema import Actor, Config, Critic, KLControl, Reward
+from jax_ppo.config.schema import Actor, Config, Critic, Reward
+from jax_ppo.config.training_options import KLControl
 from jax_ppo.models import heads
 from jax_ppo.models.deberta.encoder import Deberta, init_deberta_params
 from jax_ppo.models.hf.load import load_checkpoint

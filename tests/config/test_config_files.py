@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from jax_ppo.config import command_line, config_files, loading, plugins, schema
+from jax_ppo.config import command_line, config_files, loading, plugins
+from jax_ppo.config.option import option_value
 from jax_ppo.errors import UserError
 
 COMMANDS = {
@@ -171,7 +172,7 @@ def test_an_override_meets_what_a_file_has_in_its_place(returned, override, mess
             command_line.read_command_line(words)
     else:
         config, _ = command_line.read_command_line(words)
-        assert schema.option_value(config, override) == 2
+        assert option_value(config, override) == 2
 
 
 def test_the_smoke_form_replaces_a_list_of_files(tmp_path):

@@ -13,6 +13,7 @@ import pytest
 
 from jax_ppo.config import command_line, loading, schema
 from jax_ppo.config.notes import train_notes
+from jax_ppo.config.option import option_value
 from jax_ppo.errors import UserError
 
 
@@ -485,7 +486,7 @@ def test_all_options_are_written_and_those_that_were_set_are_printed(config_file
     set_options = [
         option.name.rpartition(".")[2]
         for option in schema.all_options()
-        if schema.option_value(options, option.name) != option.default
+        if option_value(options, option.name) != option.default
     ]
     assert re.findall(r"(\w+)=", printed) == set_options
     assert "train_files=arithmetic:8" in printed and "instruction='Think first.'" in printed

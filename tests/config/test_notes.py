@@ -1,7 +1,7 @@
 """Notes about options that are permitted but may not be meant. Refusals are in test_loading.py."""
 
 import tiny
-from jax_ppo.config import notes, schema
+from jax_ppo.config import notes, training_options
 
 
 def test_what_may_not_be_meant_is_noted():
@@ -50,7 +50,7 @@ def test_an_option_of_normalized_rewards_is_noted_where_none_are():
 
 def test_a_warm_up_as_long_as_the_run_is_noted():
     optims = {
-        section: schema.Optim(lr=1e-3, lr_warmup_steps=steps)
+        section: training_options.Optim(lr=1e-3, lr_warmup_steps=steps)
         for section, steps in (("actor", 2), ("critic", 4))
     }
     assert list(notes.note_long_warmups(5, 3, optims)) == []
@@ -60,7 +60,7 @@ def test_a_warm_up_as_long_as_the_run_is_noted():
     )
     never, critic = notes.note_long_warmups(3, 3, optims)
     assert "the actor is never trained in 3 steps" in never and "in 3 steps" in critic
-    optims = {"supervised": schema.Optim(lr=1e-3, lr_warmup_steps=100)}
+    optims = {"supervised": training_options.Optim(lr=1e-3, lr_warmup_steps=100)}
     [supervised] = notes.note_long_warmups(5, 0, optims)
     assert supervised == (
         "config.supervised.optim.lr_warmup_steps=100: in 5 steps the learning rate only "

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jax_ppo.config.schema import MultiTurn
+from jax_ppo.config.rollout_options import MultiTurn
 from jax_ppo.environments.loading import load_environment_class
 from jax_ppo.errors import UserError
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from character_tokenizer import CharacterTokenizer
-from jax_ppo.config.schema import MultiTurn
+from jax_ppo.config.rollout_options import MultiTurn
 from jax_ppo.environments.loading import load_environment_class, make_environment, try_first_reset
 from jax_ppo.errors import UserError
 from jax_ppo.sampler.environment import Turns

@@ -11,7 +11,7 @@ import pytest
 
 from character_tokenizer import CharacterTokenizer
 from jax_ppo import http_client
-from jax_ppo.config.schema import MultiTurn
+from jax_ppo.config.rollout_options import MultiTurn
 from jax_ppo.environments.adapters import KEY_VARIABLE
 from jax_ppo.environments.loading import load_environment_class, make_environment, try_first_reset
 from jax_ppo.errors import UserError

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from jax_ppo.config.schema import MultiTurn
+from jax_ppo.config.rollout_options import MultiTurn
 from jax_ppo.data.chat_templates import encode_prompt
 from jax_ppo.environments import tool_calls
 from jax_ppo.environments.loading import load_environment_class, make_environment, try_first_reset

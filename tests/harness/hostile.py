@@ -126,7 +126,8 @@ def any_bytes(r: random.Random, text: bytes) -> bytes:
 def option_values(r: random.Random, folder: Path) -> None:
     """`--config.OPTION=VALUE` on the command line."""
     from jax_ppo.config.command_line import read_command_line
-    from jax_ppo.config.schema import all_options, option_value
+    from jax_ppo.config.option import option_value
+    from jax_ppo.config.schema import all_options
 
     option = r.choice(list(all_options()))
     value = r.choice(TEXTS) if r.random() < 0.5 else str_of(r.choice(NUMBERS))

@@ -92,7 +92,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_ppo.config.schema import MeshShape, RolloutMesh
+from jax_ppo.config.rollout_options import RolloutMesh
+from jax_ppo.config.schema import MeshShape
 from jax_ppo.runtime import meshes, placement, sharding
 
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))

@@ -10,7 +10,7 @@ import pytest
 
 import fake_rollout_server
 import tiny
-from jax_ppo.config import command_line, schema
+from jax_ppo.config import command_line, rollout_options
 from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf import save as hf_save
@@ -156,7 +156,7 @@ def test_a_run_whose_server_is_killed_is_the_same_run(config, tmp_path, monkeypa
     python = fake_rollout_server.write_interpreter(tmp_path / "python")
     rows = []
     for deaths in ("--die-after=3", ""):
-        vllm = schema.VLLM(python=python, arguments=f"--vocabulary=192 {deaths}")
+        vllm = rollout_options.VLLM(python=python, arguments=f"--vocabulary=192 {deaths}")
         rollout = dataclasses.replace(
             config.rollout, engine="vllm", vllm=vllm, reuse_logprobs="auto"
         )

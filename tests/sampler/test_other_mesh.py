@@ -8,7 +8,7 @@ import pytest
 
 import tiny
 from hlo import read_collectives
-from jax_ppo.config.schema import RolloutMesh
+from jax_ppo.config.rollout_options import RolloutMesh
 from jax_ppo.errors import UserError
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import compilation, compiled_programs, meshes, placement, sharding

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from jax_ppo.config.schema import MeshShape, RolloutMesh
+from jax_ppo.config.rollout_options import RolloutMesh
+from jax_ppo.config.schema import MeshShape
 from jax_ppo.errors import UserError
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo.rollout_engine import make_engine

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tiny
-from jax_ppo.config import schema
+from jax_ppo.config import schema, training_options
 from jax_ppo.models import heads
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import placement, sharding
@@ -21,7 +21,7 @@ from jax_ppo.training.optimizer import make_optimizer
 from jax_ppo.types import Packing, Sequences
 
 # Adam alone would hide any scale.
-OPTIONS = schema.Supervised(schema.CriticOptim(lr=1e-2, eps=1e-3), center_coef=0.1)
+OPTIONS = schema.Supervised(training_options.CriticOptim(lr=1e-2, eps=1e-3), center_coef=0.1)
 MODEL = Transformer(tiny.ARCHITECTURE, jnp.float32)
 N = 6  # examples
 OBJECTIVES = pytest.mark.parametrize(

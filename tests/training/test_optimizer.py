@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ppo.config.schema import Optim
+from jax_ppo.config.training_options import Optim
 from jax_ppo.training.optimizer import descend, learning_rate, make_optimizer
 
 

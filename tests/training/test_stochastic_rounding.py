@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tiny
-from jax_ppo.config.schema import Optim
+from jax_ppo.config.training_options import Optim
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.runtime import sharding
 from jax_ppo.training.checkpoint import Checkpointer

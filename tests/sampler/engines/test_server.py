@@ -17,7 +17,8 @@ import safetensors.numpy
 import fake_rollout_server
 import tiny_actor
 from fake_rollout_server import FakeServer
-from jax_ppo.config.schema import VLLM, MeshShape, RolloutOptions
+from jax_ppo.config.rollout_options import VLLM
+from jax_ppo.config.schema import MeshShape, RolloutOptions
 from jax_ppo.errors import UserError
 from jax_ppo.http_client import HTTPClient, RequestFault
 from jax_ppo.models import lora

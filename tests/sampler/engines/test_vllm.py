@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import tiny_actor
-from jax_ppo.config.schema import VLLM, MeshShape, RolloutOptions
+from jax_ppo.config.rollout_options import VLLM
+from jax_ppo.config.schema import MeshShape, RolloutOptions
 from jax_ppo.models.hf import save
 from jax_ppo.models.lora import Lora, init_adapters, join_adapters
 from jax_ppo.models.transformer import Transformer
