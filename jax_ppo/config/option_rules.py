@@ -110,102 +110,70 @@ def compares(count: Callable[[Any], int]) -> tuple[OptionRule, OptionRule]:
     )
 
 
-# fmt: off (as in schema.py)
+# fmt: off
 # Rules that several options share.
-HAS_CRITIC = OptionRule(
-    lambda c: c.has_critic,
-    estimator_is(lambda entry: entry.needs_critic),
-    "there is no critic with config.algorithm.adv_estimator={c.algorithm.adv_estimator!r}",
-)
+HAS_CRITIC = OptionRule(lambda c: c.has_critic, estimator_is(lambda entry: entry.needs_critic),
+    "there is no critic with config.algorithm.adv_estimator={c.algorithm.adv_estimator!r}")
 VALUES_TOKENS = OptionRule(
     lambda c: not ADVANTAGE_ESTIMATORS.lookup(c.algorithm.adv_estimator).values_turns,
     estimator_is(lambda entry: entry.values_turns, negated=True),
     "config.algorithm.adv_estimator={c.algorithm.adv_estimator!r} has a critic that learns "
-    "values only where turns start; leave it unset, or choose bi_level_gae",
-)
-CRITIC_HAS_TRUNK = option_is(
-    "critic.shared_trunk",
-    False,
+    "values only where turns start; leave it unset, or choose bi_level_gae")
+CRITIC_HAS_TRUNK = option_is("critic.shared_trunk", False,
     "a critic that shares the actor's trunk has no trunk of its own; leave it unset, or set "
-    "config.critic.shared_trunk=False",
-)
+    "config.critic.shared_trunk=False")
 HAS_OWN_CRITIC = OptionRule(lambda c: not c.shares_trunk, CRITIC_HAS_TRUNK.summary)
 WEIGHS = OptionRule(lambda c: c.algorithm.rollout_is != "none", "`algorithm.rollout_is` is set")
 HAS_ROLLOUT_MESH = OptionRule(
     lambda c: c.rollout.mesh.model is not None or c.rollout.mesh.devices > 0,
     "`rollout.mesh.model` or `rollout.mesh.devices` is set",
-    "decoding uses config.mesh; set config.rollout.mesh.model",
-)
-TRAINS_ADAPTERS = OptionRule(
-    lambda c: False,
-    "",
+    "decoding uses config.mesh; set config.rollout.mesh.model")
+TRAINS_ADAPTERS = OptionRule(lambda c: False, "",
     "jax_ppo.{command} trains all parameters, only jax_ppo.train trains adapters; leave it unset",
-    commands=SUPERVISED,
-)
-SEQUENCES_ARE_WHOLE = OptionRule(
-    lambda c: c.mesh.context == 1,
-    "`mesh.context` is 1",
+    commands=SUPERVISED)
+SEQUENCES_ARE_WHOLE = OptionRule(lambda c: c.mesh.context == 1, "`mesh.context` is 1",
     "is computed from whole sequences, which config.mesh.context={c.mesh.context} splits; set one "
-    "of them to its default",
-)
-DRAWN_WITHIN_STEP = OptionRule(
-    lambda c: c.rollout.max_staleness < 2,
+    "of them to its default")
+DRAWN_WITHIN_STEP = OptionRule(lambda c: c.rollout.max_staleness < 2,
     "`rollout.max_staleness` is below 2",
     "expected {default!r} with config.rollout.max_staleness={c.rollout.max_staleness}, whose "
-    "responses continue from step to step; or set config.rollout.max_staleness to 0 or 1",
-)
-DRAWN_ONCE = OptionRule(
-    lambda c: not c.rollout.exact,
-    "`rollout.exact` is off",
+    "responses continue from step to step; or set config.rollout.max_staleness to 0 or 1")
+DRAWN_ONCE = OptionRule(lambda c: not c.rollout.exact, "`rollout.exact` is off",
     "expected {default!r} with config.rollout.exact=True, which draws each token again; or set "
-    "config.rollout.exact=False",
-)
+    "config.rollout.exact=False")
 SEVERAL_TOKENS = OptionRule(
-    lambda c: (
-        c.data.max_response_length > 1 or not (c.rollout.exact or c.rollout.max_staleness > 1)
-    ),
+    lambda c: c.data.max_response_length > 1 or not (
+        c.rollout.exact or c.rollout.max_staleness > 1),
     "`data.max_response_length` is at least 2",
     "expected config.data.max_response_length of at least 2, got {c.data.max_response_length}: a "
-    "response of one token does not continue",
-)
-USES_REFERENCE = option_is(
-    "algorithm.use_reference", True, "needs the reference; set config.algorithm.use_reference=True"
-)
+    "response of one token does not continue")
+USES_REFERENCE = option_is("algorithm.use_reference", True,
+    "needs the reference; set config.algorithm.use_reference=True")
 HAS_BUILT_IN_ENGINE = engine_is_built_in("stores its weights itself")
 ENGINE_IS_SERVER = OptionRule(
     lambda c: ROLLOUT_ENGINES.lookup(c.rollout.engine).is_server,
     engine_is(lambda entry: entry.is_server),
-    "config.rollout.engine={c.rollout.engine!r} is no server; set it to vllm or openai",
-)
-STARTS_VLLM = OptionRule(
-    lambda c: c.rollout.engine == "vllm" and not c.rollout.url,
+    "config.rollout.engine={c.rollout.engine!r} is no server; set it to vllm or openai")
+STARTS_VLLM = OptionRule(lambda c: c.rollout.engine == "vllm" and not c.rollout.url,
     "`rollout.engine` is vllm without a `rollout.url`",
     "no vLLM is started with config.rollout.engine={c.rollout.engine!r} and "
-    "config.rollout.url={c.rollout.url!r}",
-)
+    "config.rollout.url={c.rollout.url!r}")
 HAS_REWARD_URL = is_set("reward.url", "needs a server; set config.reward.url")
-HAS_REWARD_MODEL = is_set(
-    "reward.model_path", "there is no reward model; set config.reward.model_path"
-)
-REWARDS_BY_RULE = is_unset(
-    "reward.model_path",
+HAS_REWARD_MODEL = is_set("reward.model_path",
+    "there is no reward model; set config.reward.model_path")
+REWARDS_BY_RULE = is_unset("reward.model_path",
     "samples are selected by the rewards of rules, before a reward model reads them; unset "
-    "config.reward.model_path",
-)
+    "config.reward.model_path")
 HAS_TEACHER = is_set("teacher.path", "there is no teacher; set config.teacher.path")
 HAS_ADAPTERS = OptionRule(lambda c: c.has_adapters, "`model.lora.rank` or `model.lora.path` is set")
 HAS_RESPONSES = is_set("score.file")
 EXPORTS = option_is("trainer.export", True)
 FILTERS_GROUPS = option_is("algorithm.filter_groups.enable", True)
-NEWEST_WEIGHTS = option_is(
-    "rollout.max_staleness",
-    0,
-    "samples are selected by the newest weights; set config.rollout.max_staleness=0",
-)
+NEWEST_WEIGHTS = option_is("rollout.max_staleness", 0,
+    "samples are selected by the newest weights; set config.rollout.max_staleness=0")
 HAS_ENVIRONMENT = is_set("rollout.multi_turn.environment")
 ENVIRONMENT_IS_SERVER = OptionRule(
     lambda c: c.rollout.multi_turn.environment.startswith(("http://", "https://")),
     "`rollout.multi_turn.environment` is the address of a server",
     "config.rollout.multi_turn.environment={c.rollout.multi_turn.environment!r} is no server; "
-    "set it to http://HOST:PORT",
-)
+    "set it to http://HOST:PORT")
