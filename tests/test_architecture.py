@@ -32,13 +32,12 @@ MAY_IMPORT = {
     "sampler": FOUNDATIONS | {"config", "runtime", "models", "http_client"},
     "reporting": {"errors", "config", "runtime", "training"},
 }
-MAY_IMPORT["supervised"] = MAY_IMPORT["training"] | {"training"}
 MAY_IMPORT["environments"] = {
     *("errors", "types", "config", "data", "rewards", "runtime", "sampler", "processes"),
     *("http_client", "thoughts"),
 }
 MAY_IMPORT["ppo"] = MAY_IMPORT["training"] | {"training", "sampler", "rewards", "environments"}
-MAY_IMPORT["memory"] = MAY_IMPORT["ppo"] | {"ppo", "supervised"}
+MAY_IMPORT["memory"] = MAY_IMPORT["ppo"] | {"ppo"}
 MAY_IMPORT["run"] = MAY_IMPORT["memory"] | {"memory", "reporting"}
 MAY_IMPORT["plan"] = {"errors", "config", "runtime", "memory"}
 MAY_IMPORT["command"] = {"errors", "config", "storage", "runtime", "reporting", "data"}
@@ -297,7 +296,6 @@ def test_every_file_that_may_split_arrays_does(path):
             "sampler must not import ppo",
         ),
         ("jax_ppo/reporting/sinks.py", "from jax_ppo import ppo", "reporting must not import ppo"),
-        ("jax_ppo/supervised/step.py", "from jax_ppo import ppo", "supervised must not import ppo"),
         (
             "jax_ppo/data/tokenize_prompts.py",
             "import jax.numpy as jnp",
@@ -439,7 +437,7 @@ def test_a_public_name_means_one_thing():
             '"""No PartitionSpec, pickle or eval()."""\n'
             "import jax\njax.eval_shape(f)\nmodel.eval()",
         ),
-        ("jax_ppo/run/ppo_training.py", "from jax_ppo import data, reporting, rewards, supervised"),
+        ("jax_ppo/run/ppo_training.py", "from jax_ppo import data, reporting, rewards, training"),
         ("tests/test_x.py", "from jax.sharding import PartitionSpec\nf(trust_remote_code=False)"),
     ],
 )

@@ -23,11 +23,11 @@ from jax_ppo.ppo.step_parts import StepOptions
 from jax_ppo.runtime import meshes, placement
 from jax_ppo.runtime.devices import bytes_per_device, read_host_memory, read_memory_limit
 from jax_ppo.sampler.decoding_weights import largest_part_bytes, shape_decoding_weights
-from jax_ppo.supervised.step import trained_shapes
 from jax_ppo.training.networks import Folders, Networks
 from jax_ppo.training.roles import find_role, read_networks
 from jax_ppo.training.state import StateBuilder, TrainState, policy_params
 from jax_ppo.training.stochastic_rounding import gradient_shapes
+from jax_ppo.training.supervised_step import trained_shapes
 
 GIB = 2**30
 _EXHAUSTED = "RESOURCE_EXHAUSTED"  # how XLA's message begins, on every platform

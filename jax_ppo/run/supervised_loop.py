@@ -44,18 +44,22 @@ from jax_ppo.runtime import (
     sharding,
     signals,
 )
-from jax_ppo.supervised.step import measure_batch, train_step, trained_shapes
 from jax_ppo.training import packing
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.decoders import build_decoder, describe_attention
+from jax_ppo.training.learner import Metrics
 from jax_ppo.training.networks import refuse_router_loss
 from jax_ppo.training.optimizer import make_optimizer, rounding_seed
 from jax_ppo.training.progress import Progress
-from jax_ppo.types import Example, Packing, Params, Sequences, with_nan
-
-State = dict[str, Any]  # "params" and "optimizer", as a checkpoint names them
-# Arguments of a step: the samples, their packing, and its micro-batch count.
-Batch = tuple[Sequences, Packing, jax.Array]
+from jax_ppo.training.supervised_step import (
+    Batch,
+    State,
+    SupervisedStep,
+    measure_batch,
+    train_step,
+    trained_shapes,
+)
+from jax_ppo.types import Example, Params, with_nan
 
 
 def train_supervised(config: Config, workdir: Path, task: Task) -> dict[str, Any]:
@@ -96,6 +100,11 @@ class SupervisedTraining:
         self.command = self.task.command
         self.can_evaluate = bool(self.held_out)
         self._batches = self._batches_from(0)
+        options = self.config.supervised
+        seed = rounding_seed(options.optim, self.config.seed)
+        self._setup = SupervisedStep(
+            self.task.objective, options, self.model, self.total_steps, seed
+        )
 
     def fingerprints(self) -> dict[str, dict[str, Any]]:
         """Return facts that differ if the training examples do."""
@@ -152,11 +161,11 @@ class SupervisedTraining:
     def take_step(self, state: State, step: int, journal: Journal) -> State:
         """Take a step, and queue its report."""
         with heartbeat.activity(f"step {step + 1}"):
-            params, optimizer_state, metrics = self._run_step(state, step, self._batches)
+            state, metrics = self._run_step(state, step, self._batches)
             self.position = self._batches.position
             journal.write_pending_report()  # of the step before, while this one is computed
         journal.write_later(functools.partial(_write_metrics, journal, step + 1, metrics))
-        return {"params": params, "optimizer": optimizer_state}
+        return state
 
     def evaluate(
         self,
@@ -221,10 +230,10 @@ class SupervisedTraining:
         if num_responses > 1:
             packed = packing.split_pairs(packed, lengths[0])
         packed = packing.split_columns(packed, shards, parts)
-        return (
-            self._replicate(sequences),
-            placement.place(packed, sharding.rows(self.mesh, axis=1)),
-            self._replicate(counts[0]),
+        return Batch(
+            sequences=self._replicate(sequences),
+            packing=placement.place(packed, sharding.rows(self.mesh, axis=1)),
+            micro_batches=self._replicate(counts[0]),
         )
 
     def _batches_from(self, position: int) -> prompt_batches.PromptBatches:
@@ -242,21 +251,12 @@ class SupervisedTraining:
 
     def _run_step(
         self, state: State, step: int, batches: prompt_batches.PromptBatches
-    ) -> tuple[Params, Any, dict[str, jax.Array]]:
+    ) -> tuple[State, Metrics]:
         """Start a step on the next batch; return the results of `train_step`."""
-        options = self.config.supervised
         # The host packs this batch while the mesh still computes the step before.
         batch = self.place_batch(self.training, next(batches))
-        results: tuple[Params, Any, dict[str, jax.Array]] = train_step(
-            self.task.objective,
-            options,
-            self.model,
-            self.total_steps,
-            state["params"],
-            state["optimizer"],
-            self._replicate(np.int32(step)),
-            *batch,
-            rounding_seed=rounding_seed(options.optim, self.config.seed),
+        results: tuple[State, Metrics] = train_step(
+            self._setup, state, self._replicate(np.int32(step)), batch
         )
         return results
 
@@ -265,7 +265,6 @@ class SupervisedTraining:
     ) -> dict[str, float]:
         """Return the objective's means over the held-out examples."""
         assert self.held_out is not None, "there are no validation files"
-        objective = self.task.objective
         sums: collections.Counter[str] = collections.Counter()
         batches = prompt_batches.evaluation_batches(
             self.held_out.prompts, self.config.data.val_batch_size
@@ -275,15 +274,11 @@ class SupervisedTraining:
                 activity.update(f"batch {number}")
                 before_batch()
                 placed = self.place_batch(self.held_out, batch)
-                batch_sums = measure_batch(
-                    objective, self.config.supervised, self.model, params, *placed
-                )
-                sums.update(
-                    {name: float(value) for name, value in jax.device_get(batch_sums).items()}
-                )
+                batch_sums = jax.device_get(measure_batch(self._setup, params, placed))
+                sums.update({name: float(value) for name, value in batch_sums.items()})
         # Sums of all batches over all units: batches of any size count by their content.
         units = sums.pop("units")
-        return {name: sums[name] / units for name in objective.names}
+        return {name: sums[name] / units for name in self.task.objective.names}
 
 
 def _write_metrics(journal: Journal, step: int, on_mesh: dict[str, jax.Array]) -> None:

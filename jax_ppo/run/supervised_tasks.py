@@ -5,7 +5,7 @@ import dataclasses
 from jax_ppo.data import responses
 from jax_ppo.reporting import console, journal
 from jax_ppo.reporting.html_report import Panel
-from jax_ppo.supervised.step import LANGUAGE, PREFERENCE, SupervisedObjective
+from jax_ppo.training.supervised_step import LANGUAGE, PREFERENCE, SupervisedObjective
 
 
 @dataclasses.dataclass(frozen=True)

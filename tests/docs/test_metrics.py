@@ -12,7 +12,7 @@ import metrics_page
 from jax_ppo.kernels import importance
 from jax_ppo.run import critic_quality, evaluation_statistics
 from jax_ppo.run.reporter import COLUMNS, PANELS
-from jax_ppo.supervised.step import LANGUAGE, PREFERENCE
+from jax_ppo.training.supervised_step import LANGUAGE, PREFERENCE
 
 GROUPS = (
     "actor|advantages|critic|environment|eval|kl|memory|perf|response_length|reward|rollout|"

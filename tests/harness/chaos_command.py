@@ -113,7 +113,7 @@ def announce_examples() -> None:
 
     def wrap_train_step(function: Callable) -> Callable:
         def call(*arguments: Any, **options: Any) -> Any:
-            step = int(arguments[6])
+            step = int(arguments[2])
             announce(f"step {step} of examples {' '.join(map(str, placed))}")
             return function(*arguments, **options)
 

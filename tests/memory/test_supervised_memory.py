@@ -10,7 +10,7 @@ from jax_ppo.memory import memory_check
 from jax_ppo.memory.memory_check import SupervisedMemory, validate_memory
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.devices import bytes_per_device
-from jax_ppo.supervised.step import trained_shapes
+from jax_ppo.training.supervised_step import trained_shapes
 
 CONFIG = tiny.config()
 MODEL = Transformer(tiny.ARCHITECTURE, jnp.float32)

@@ -14,10 +14,17 @@ from jax_ppo.config import schema, training_options
 from jax_ppo.models import heads
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import placement, sharding
-from jax_ppo.supervised import step
-from jax_ppo.supervised.step import LANGUAGE, PREFERENCE, measure_batch, train_step
 from jax_ppo.training import forward, packing
 from jax_ppo.training.optimizer import make_optimizer
+from jax_ppo.training.supervised_step import (
+    LANGUAGE,
+    PREFERENCE,
+    Batch,
+    SupervisedStep,
+    make_learner,
+    measure_batch,
+    train_step,
+)
 from jax_ppo.types import Packing, Sequences
 
 # Adam alone would hide any scale.
@@ -66,15 +73,17 @@ def pack_rows(objective, sequences, rows, packed=True):
     )
     packed, counts = packing.pack_samples(lengths.sum(0), np.arange(N)[None], rows, 40, packed)
     packed = jax.tree.map(lambda x: x[0], packed)
-    return (packing.split_pairs(packed, lengths[0]) if len(lengths) > 1 else packed), counts[0]
+    if len(lengths) > 1:
+        packed = packing.split_pairs(packed, lengths[0])
+    return Batch(sequences, packed, counts[0])
 
 
 def gradients(objective, sequences, params, rows=2, packed=True, options=OPTIONS, model=MODEL):
-    def compute(params, sequences, packed_rows, micro_batches):
-        learner = step.make_learner(objective, options, model, sequences)
-        return learner.gradients(params, step.mini_batch(sequences, packed_rows, micro_batches))
+    def compute(params, batch):
+        learner = make_learner(SupervisedStep(objective, options, model), batch.sequences)
+        return learner.gradients(params, batch.as_mini_batch())
 
-    return jax.jit(compute)(params, sequences, *pack_rows(objective, sequences, rows, packed))
+    return jax.jit(compute)(params, pack_rows(objective, sequences, rows, packed))
 
 
 def hidden_states_unpacked(sequences, params):
@@ -163,8 +172,8 @@ def test_preferences_are_learned_at_the_token_where_the_exported_model_is_read()
     without_end = dataclasses.replace(ended, lengths=lengths - 1)
     losses = []
     for rows in (ended, without_end):
-        packed_rows = pack_rows(PREFERENCE, rows, 2)
-        sums = measure_batch(PREFERENCE, OPTIONS, MODEL, params, rows, *packed_rows)
+        setup = SupervisedStep(PREFERENCE, OPTIONS, MODEL)
+        sums = measure_batch(setup, params, pack_rows(PREFERENCE, rows, 2))
         losses.append(float(sums["loss"]))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
@@ -181,7 +190,7 @@ def test_losses_by_hand_where_nothing_is_known():
 def test_prompt_tokens_carry_no_gradient(monkeypatch):
     """The loss uses only positions before response tokens, not those before prompt tokens."""
     sequences, params = make_sequences(LANGUAGE)
-    packed, _ = pack_rows(LANGUAGE, sequences, rows=1)
+    packed = pack_rows(LANGUAGE, sequences, rows=1).packing
     rows = packing.gather_rows(sequences, Packing(packed.sample[0], packed.position[0]))
     hidden = forward.hidden_states(MODEL, params, rows)
     monkeypatch.setattr(forward, "run_decoder", lambda model, params, *_: (params["hidden"], None))
@@ -245,10 +254,11 @@ def test_eight_devices_take_the_step_of_one(objective):
     def take_step(**shape):
         mesh = tiny.make_mesh(math.prod(shape.values()), **shape)
         with jax.set_mesh(mesh):
-            packed, count = pack_rows(objective, sequences, 4)
-            placed = (
+            batch = pack_rows(objective, sequences, 4)
+            placed = Batch(
                 placement.place(sequences, sharding.replicated(mesh)),
-                placement.place(packed, sharding.rows(mesh, axis=1)),
+                placement.place(batch.packing, sharding.rows(mesh, axis=1)),
+                batch.micro_batches,
             )
             shardings_for = functools.partial(
                 sharding.tree_shardings, mesh, rules=sharding.TRAIN_RULES
@@ -256,11 +266,14 @@ def test_eight_devices_take_the_step_of_one(objective):
             placed_params = jax.device_put(jax.device_get(params), shardings_for(params))
             optimizer = make_optimizer(OPTIONS.optim, OPTIONS.grad_clip).init(placed_params)
             optimizer = jax.device_put(optimizer, shardings_for(optimizer))
-            params_after, _, metrics = train_step(
-                objective, OPTIONS, MODEL, 10, placed_params, optimizer, np.int32(0), *placed, count
+            after, metrics = train_step(
+                SupervisedStep(objective, OPTIONS, MODEL, total_steps=10),
+                {"params": placed_params, "optimizer": optimizer},
+                np.int32(0),
+                placed,
             )
             # The norm is measured before clipping.
-            return jax.device_get((params_after, metrics["loss"], metrics["grad_norm"]))
+            return jax.device_get((after["params"], metrics["loss"], metrics["grad_norm"]))
 
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3),
@@ -273,9 +286,8 @@ def test_eight_devices_take_the_step_of_one(objective):
 def test_measured_sums_are_those_that_are_learned_from(objective):
     sequences, params = make_sequences(objective)
     _, means = gradients(objective, sequences, params)
-    sums = measure_batch(
-        objective, OPTIONS, MODEL, params, sequences, *pack_rows(objective, sequences, 2)
-    )
+    setup = SupervisedStep(objective, OPTIONS, MODEL)
+    sums = measure_batch(setup, params, pack_rows(objective, sequences, 2))
     units = float(sums.pop("units"))
     assert units == (N if objective is PREFERENCE else sequences.lengths.sum())
     for name, mean in means.items():

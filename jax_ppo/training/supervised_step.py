@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh
+from jaxtyping import Int32
 
 from jax_ppo.config.schema import Supervised
 from jax_ppo.kernels.losses import bradley_terry, centering_penalty
@@ -25,8 +25,9 @@ from jax_ppo.training.learner import Learner, LossAndMetrics, Metric, Metrics, g
 from jax_ppo.training.optimizer import learning_rate, make_optimizer
 from jax_ppo.training.packing import Rows
 from jax_ppo.training.random_streams import Stream
-from jax_ppo.types import MiniBatches, Packing, Params, Sequences
+from jax_ppo.types import Array, MiniBatches, Packing, Params, Sequences, pytree
 
+State = dict[str, Any]  # "params" and "optimizer", as a checkpoint names them
 SumsFunction = Callable[[Supervised, Transformer, Params, Sequences, Rows], Metrics]
 
 
@@ -42,10 +43,6 @@ class SupervisedObjective:
     # over sequences.
     sums: SumsFunction
     names: tuple[str, ...]  # the names of all sums
-
-
-def _count_response_tokens(sequences: Sequences, packed: Packing) -> jax.Array:
-    return packing_lib.gather_rows(sequences, packed).mask.sum()
 
 
 def _sum_negative_log_likelihood(
@@ -74,12 +71,6 @@ def _packed_samples(sequences: Sequences, packed: Packing) -> jax.Array:
     dropped = len(sequences.lengths)  # an index out of bounds, which the scatter ignores
     samples = jnp.where(packed.sample >= 0, packed.sample, dropped)
     return jnp.zeros(dropped, bool).at[samples].set(True, mode="drop")
-
-
-def _count_pairs(sequences: Sequences, packed: Packing) -> jax.Array:
-    is_packed = _packed_samples(sequences, packed)
-    # Both sequences of a pair are packed or neither is: the first half counts pairs.
-    return is_packed[: len(is_packed) // 2].sum()
 
 
 def _sum_preferences(
@@ -113,7 +104,7 @@ def _sum_preferences(
 # The mean negative log-likelihood of response tokens; prompts are masked.
 LANGUAGE = SupervisedObjective(
     head="lm",
-    units=_count_response_tokens,
+    units=lambda sequences, packed: packing_lib.gather_rows(sequences, packed).mask.sum(),
     sums=_sum_negative_log_likelihood,
     names=("loss",),
 )
@@ -121,26 +112,50 @@ LANGUAGE = SupervisedObjective(
 # chosen response has the higher score; equal scores count half.
 PREFERENCE = SupervisedObjective(
     head="scalar",
-    units=_count_pairs,
+    # Both sequences of a pair are packed or neither is.
+    units=lambda sequences, packed: _packed_samples(sequences, packed).sum() // 2,
     sums=_sum_preferences,
     names=("loss", "accuracy", "margin", "score"),
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class BatchObjective:
-    """A supervised objective on one batch: a `learner.Objective`."""
+class SupervisedStep:
+    """What all steps of a run share; a static argument of compiled functions."""
 
     objective: SupervisedObjective
     options: Supervised
     model: Transformer
+    total_steps: int = 1  # of the run, by which the learning rate is scheduled
+    rounding_seed: int = 0  # see `optimizer.rounding_seed`
+
+
+@pytree
+class Batch:
+    """The samples of a step, and their place in its micro-batches."""
+
+    sequences: Sequences
+    packing: Packing  # [A, R, L]
+    micro_batches: Int32[Array, ""]  # number of the A micro-batches that hold tokens
+
+    def as_mini_batch(self) -> MiniBatches:
+        """Return the batch as the one mini-batch of an optimizer step."""
+        members = _packed_samples(self.sequences, self.packing)
+        return MiniBatches(packing=self.packing, counts=self.micro_batches, members=members)
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchObjective:
+    """A supervised objective on one batch: a `learner.Objective`."""
+
+    setup: SupervisedStep
     sequences: Sequences
 
     @property
     def metrics(self) -> Mapping[str, Metric]:
         """Return how each metric is reduced."""
-        names = self.objective.names
-        if self.options.router_aux_loss_coef:
+        names = self.setup.objective.names
+        if self.setup.options.router_aux_loss_coef:
             names = (*names, "router_loss")
         return dict.fromkeys(names, Metric.MEAN)
 
@@ -150,107 +165,68 @@ class BatchObjective:
 
     def weigh(self, batch: MiniBatches) -> Metrics:
         """Return the divisors of all sums, counted before the batch is split."""
-        units = self.objective.units(self.sequences, batch.packing)
+        units = self.setup.objective.units(self.sequences, batch.packing)
         return {
             name: batch.members.sum() if name == "router_loss" else units for name in self.metrics
         }
 
     def loss(self, params: Params, rows: Rows, weights: Metrics) -> LossAndMetrics:
         """Return the share of the mean loss, and of all means, that some rows contribute."""
-        sums = self.objective.sums(self.options, self.model, params, self.sequences, rows)
+        options, model = self.setup.options, self.setup.model
+        sums = self.setup.objective.sums(options, model, params, self.sequences, rows)
         means = {name: x / weights[name] for name, x in sums.items()}
         router_loss = means.get("router_loss", 0)
-        return means["loss"] + self.options.router_aux_loss_coef * router_loss, means
+        return means["loss"] + options.router_aux_loss_coef * router_loss, means
 
 
-def make_learner(
-    objective: SupervisedObjective,
-    options: Supervised,
-    model: Transformer,
-    sequences: Sequences,
-    rounding_seed: int = 0,
-) -> Learner:
-    """Return the learner of a batch; arguments as for `train_step`."""
+def make_learner(setup: SupervisedStep, sequences: Sequences) -> Learner:
+    """Return the learner of a batch with these sequences."""
     return Learner(
         rounding_stream=Stream.SUPERVISED_ROUNDING,
-        objective=BatchObjective(objective, options, model, sequences),
-        optim=options.optim,
-        grad_clip=options.grad_clip,
-        rounding_seed=rounding_seed,
+        objective=BatchObjective(setup, sequences),
+        optim=setup.options.optim,
+        grad_clip=setup.options.grad_clip,
+        rounding_seed=setup.rounding_seed,
     )
 
 
-def mini_batch(sequences: Sequences, packed: Packing, micro_batches: jax.Array) -> MiniBatches:
-    """Return a packed batch as one mini-batch."""
-    return MiniBatches(
-        packing=packed, counts=micro_batches, members=_packed_samples(sequences, packed)
-    )
-
-
-@program(static_argnums=(0, 1, 2, 3), static_argnames="rounding_seed", donate_argnums=(4, 5))
+@program(static_argnames="setup", donate_argnames="state")
 def train_step(
-    objective: SupervisedObjective,
-    options: Supervised,
-    model: Transformer,
-    total_steps: int,
-    params: Params,
-    optimizer_state: optax.OptState,
-    step: jax.Array,
-    sequences: Sequences,
-    packed: Packing,
-    micro_batches: jax.Array,
-    *,
-    rounding_seed: int = 0,
-) -> tuple[Params, optax.OptState, Metrics]:
+    setup: SupervisedStep, state: State, step: jax.Array, batch: Batch
+) -> tuple[State, Metrics]:
     """Take one optimizer step on a batch; the metrics are scalars on the mesh.
 
-    The first four arguments and `rounding_seed` (`optimizer.rounding_seed`) are static; parameters
-    and optimizer state are donated. `step` counts the completed ones of the run's `total_steps`,
-    by which the learning rate is scheduled. `packed` is [A, R, L], of which `micro_batches` hold
-    tokens; both numbers are int32 scalars.
+    The state is donated. `step`, an int32 scalar, is the number of completed steps.
     """
-    learner = make_learner(objective, options, model, sequences, rounding_seed)
-    rate = learning_rate(options.optim, step, total_steps)
-    batch = mini_batch(sequences, packed, micro_batches)
-    params, optimizer_state, metrics, _ = learner.take_optimizer_step(
-        params, optimizer_state, rate, True, batch
+    rate = learning_rate(setup.options.optim, step, setup.total_steps)
+    params, optimizer_state, metrics, _ = make_learner(setup, batch.sequences).take_optimizer_step(
+        state["params"], state["optimizer"], rate, True, batch.as_mini_batch()
     )
     # Otherwise the compiler splits what the table replicates, and the next call would compile
     # another program.
     params, optimizer_state = constrain_tree((params, optimizer_state))
-    metrics |= {"lr": rate, "tokens": (packed.sample >= 0).sum()}
-    return params, optimizer_state, metrics
+    metrics |= {"lr": rate, "tokens": (batch.packing.sample >= 0).sum()}
+    return {"params": params, "optimizer": optimizer_state}, metrics
 
 
-@program(static_argnums=(0, 1, 2))
-def measure_batch(
-    objective: SupervisedObjective,
-    options: Supervised,
-    model: Transformer,
-    params: Params,
-    sequences: Sequences,
-    packed: Packing,
-    micro_batches: jax.Array,
-) -> Metrics:
-    """Return the objective's sums over a batch, and the number of its `units`.
-
-    Takes the same arguments as `train_step`. The routers' loss is none of them.
-    """
-    options = dataclasses.replace(options, router_aux_loss_coef=0.0)
+@program(static_argnames="setup")
+def measure_batch(setup: SupervisedStep, params: Params, batch: Batch) -> Metrics:
+    """Return the objective's sums over a batch, without routers' loss, and its number of units."""
+    options = dataclasses.replace(setup.options, router_aux_loss_coef=0.0)
+    objective, sequences = setup.objective, batch.sequences
 
     def micro_batch(i: jax.Array, sums: Metrics) -> Metrics:
-        rows = gather_micro_batch(sequences, packed, i)
-        return jax.tree.map(jnp.add, sums, objective.sums(options, model, params, sequences, rows))
+        rows = gather_micro_batch(sequences, batch.packing, i)
+        added = objective.sums(options, setup.model, params, sequences, rows)
+        return jax.tree.map(jnp.add, sums, added)
 
     zeros = dict.fromkeys(objective.names, jnp.float32(0))
-    sums = jax.lax.fori_loop(0, micro_batches, micro_batch, zeros)
-    return sums | {"units": objective.units(sequences, packed)}
+    sums = jax.lax.fori_loop(0, batch.micro_batches, micro_batch, zeros)
+    return sums | {"units": objective.units(sequences, batch.packing)}
 
 
-def trained_shapes(
-    options: Supervised, model: Transformer, head: str, mesh: Mesh
-) -> dict[str, Any]:
-    """Return shapes and shardings of "params" and "optimizer", as a checkpoint names them."""
+def trained_shapes(options: Supervised, model: Transformer, head: str, mesh: Mesh) -> State:
+    """Return shapes and shardings of the state."""
     dtype = jnp.dtype(options.optim.param_dtype)
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), param_shapes(model, head))
     init_optimizer = make_optimizer(options.optim, options.grad_clip).init

@@ -1,1 +1,0 @@
-"""Supervised fine-tuning and reward-model training, on the parts that PPO uses."""
