@@ -4,9 +4,6 @@ TinyStories is the real pretrained model.
 """
 
 import json
-import os
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -16,23 +13,9 @@ from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
-from real_data import DATA, ROOT, needs
+from real_data import DATA, needs
 from trained_tokenizer import train_tokenizer
-from waiting import RUN_SECONDS
-
-
-def run(*arguments, check=True):
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    process = subprocess.run(
-        [sys.executable, "-m", "jax_ppo.train", *arguments],
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-        env=environment,
-        timeout=RUN_SECONDS,
-    )
-    assert not check or process.returncode == 0, process.stdout + process.stderr
-    return process
+from whole_run import run_command
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +55,8 @@ def qwen(tmp_path_factory):
 @pytest.mark.slow
 @needs("gsm8k")
 def test_two_steps_of_gsm8k_with_evaluation(qwen, tmp_path):
-    output = run(
+    output = run_command(
+        "train",
         "--config=configs/gsm8k.py",
         f"--config.model.path={qwen}",
         f"--config.data.train_files={DATA}/gsm8k/train.jsonl",
@@ -94,33 +78,6 @@ def test_two_steps_of_gsm8k_with_evaluation(qwen, tmp_path):
     assert "16 held-out prompts" in output and "step 2/2" in output
 
 
-@pytest.mark.slow
-def test_the_default_hub_names_without_a_network_say_what_to_do(tmp_path):
-    process = run("--config=configs/gsm8k.py", f"--workdir={tmp_path}", check=False)
-    if process.returncode == 0:
-        pytest.skip("the hub can be reached from here")
-    last = process.stderr.strip().splitlines()[-1]
-    assert last.startswith("error: config.data.train_files") and "local path" in last
-    assert "Traceback" not in process.stderr
-
-
-@pytest.mark.slow
-def test_a_hub_model_without_a_network_says_what_to_do(tmp_path):
-    process = run(
-        "--config=configs/gsm8k.py",
-        "--config.data.train_files=arithmetic:512",
-        "--config.data.val_files=",
-        f"--workdir={tmp_path}",
-        "--config.trainer.total_training_steps=1",
-        check=False,
-    )
-    if process.returncode == 0:
-        pytest.skip("the hub can be reached from here")
-    last = process.stderr.strip().splitlines()[-1]
-    assert last.startswith("error: config.model.path='Qwen/Qwen2.5-0.5B-Instruct'")
-    assert "Traceback" not in process.stderr
-
-
 @needs("tinystories-260k")
 @pytest.mark.parity
 @pytest.mark.exhaustive
@@ -128,7 +85,8 @@ def test_ppo_on_tinystories_exports_what_transformers_continues(tmp_path):
     import torch
     import transformers
 
-    run(
+    run_command(
+        "train",
         "--config=configs/tinystories.py",
         f"--config.model.path={DATA}/tinystories-260k",
         f"--workdir={tmp_path}",

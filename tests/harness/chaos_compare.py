@@ -1,12 +1,12 @@
 """Compare a run that `chaos.py` has disturbed with an undisturbed one."""
 
 import collections
-import csv
 import dataclasses
 import json
 from pathlib import Path
 
 from chaos_variants import Variant
+from whole_run import read_metrics
 
 
 @dataclasses.dataclass
@@ -74,20 +74,6 @@ def compare_runs(
     )
     if ours != theirs:
         raise Failure(f"the work directory holds {ours} instead of {theirs}")
-
-
-def is_timing(name: str) -> bool:
-    """Return whether a column of training_metrics.csv depends on time."""
-    return "second" in name or name.startswith("perf/")
-
-
-def read_metrics(workdir: Path) -> list[dict[str, str]]:
-    """Return the rows of training_metrics.csv without the columns that depend on time."""
-    with open(workdir / "training_metrics.csv") as file:
-        return [
-            {name: value for name, value in row.items() if not is_timing(name)}
-            for row in csv.DictReader(file)
-        ]
 
 
 def _first_difference(ours: list[dict], theirs: list[dict]) -> str:

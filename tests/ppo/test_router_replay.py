@@ -1,6 +1,5 @@
 """Routing replay: the sampler records each token's experts, and the actor's passes repeat them."""
 
-import csv
 import dataclasses
 import functools
 import shutil
@@ -26,6 +25,7 @@ from jax_ppo.training.networks import refuse_router_replay
 from jax_ppo.types import Prompts
 from llama_folder import write_arithmetic_llama
 from tiny_update import assert_close, run_gradients
+from whole_run import read_rows
 
 E, K = 16, 4
 # Of many experts, some are nearly equally probable.
@@ -257,8 +257,7 @@ def test_a_run_replays_the_routing_of_its_own_samples(changes, tmp_path):
 
     def run():
         ppo_training.train_ppo(config, workdir)
-        with (workdir / "training_metrics.csv").open() as file:
-            return [float(row["rollout/logprob_difference"]) for row in csv.DictReader(file)]
+        return [float(row["rollout/logprob_difference"]) for row in read_rows(workdir)]
 
     differences = run()
     # Sampled ahead, weights are older than the trained ones from the third step on.

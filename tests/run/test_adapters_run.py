@@ -1,12 +1,8 @@
 """Whole runs of the command with adapters: four roles on one base, resumed and exported."""
 
-import csv
 import json
-import os
 import pathlib
 import shutil
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +18,8 @@ from jax_ppo.models.lora import Lora, init_adapters
 from jax_ppo.run import ppo_training
 from llama_folder import write_llama
 from trained_tokenizer import train_tokenizer
+from whole_run import read_evaluations, read_steps, run_python
 
-ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = """
 from jax_ppo.config import default_config
 
@@ -78,28 +74,8 @@ main(sys.argv)
 
 
 def run(files, workdir, *overrides, devices=1):
-    command = [
-        sys.executable,
-        "-c",
-        TRAIN,
-        f"--config={files}/config.py",
-        f"--workdir={workdir}",
-        *overrides,
-    ]
-    process = subprocess.run(
-        command,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)},
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-    return process.stdout
-
-
-def steps(workdir):
-    with open(workdir / "training_metrics.csv") as file:
-        return [row for row in csv.DictReader(file) if row["reward/mean"]]
+    options = f"--config={files}/config.py", f"--workdir={workdir}", *overrides
+    return run_python("-c", TRAIN, *options, devices=devices).stdout
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +92,7 @@ def test_a_run_learns_adapters_alone(files, undisturbed):
         "loaded the critic's adapters: 9 tensors" in output
         and "loaded the reward model's adapters: 9 tensors" in output
     )
-    first, second = steps(workdir)
+    first, second = read_steps(workdir)
     assert abs(float(first["kl/reference"])) < 1e-6 < abs(float(second["kl/reference"]))
     assert all(
         float(row["actor/first_log_ratio"]) < 1e-5 < float(row["actor/log_ratio_max"])
@@ -154,8 +130,8 @@ def test_stopped_and_resumed_is_bit_equal(files, undisturbed, tmp_path):
     assert ours.keys() == theirs.keys()
     for name in theirs:
         np.testing.assert_array_equal(ours[name], theirs[name])
-    assert [row["critic/loss"] for row in steps(tmp_path)] == [
-        row["critic/loss"] for row in steps(undisturbed[0])
+    assert [row["critic/loss"] for row in read_steps(tmp_path)] == [
+        row["critic/loss"] for row in read_steps(undisturbed[0])
     ]
 
 
@@ -173,12 +149,9 @@ def test_eight_devices_begin_where_the_first_run_ended(files, undisturbed, tmp_p
         "--config.mesh.model=2",
         devices=8,
     )
-    before, after = (
-        json.loads((folder / "summary.json").read_text())["evaluations"]
-        for folder in (undisturbed[0], tmp_path)
-    )
+    before, after = (read_evaluations(folder) for folder in (undisturbed[0], tmp_path))
     assert after[0]["reward_mean"] == pytest.approx(before[-1]["reward_mean"], abs=1e-4)
-    assert abs(float(steps(tmp_path)[0]["kl/reference"])) > 1e-4  # relative to the bare base
+    assert abs(float(read_steps(tmp_path)[0]["kl/reference"])) > 1e-4  # relative to the bare base
 
 
 @pytest.mark.parametrize(
@@ -281,7 +254,7 @@ def test_with_a_shared_trunk_too(files, tmp_path):
     )
     run(files, tmp_path, *shared, "--config.trainer.total_training_steps=1")
     assert "resuming after step 1 of 2" in run(files, tmp_path, *shared)
-    first, second = steps(tmp_path)
+    first, second = read_steps(tmp_path)
     assert float(first["critic/values_mean"]) == 0 != float(second["critic/values_mean"])
     assert not list(tmp_path.glob("checkpoints/*/critic"))
     for path in ("actor/model.safetensors", "adapter/adapter_model.safetensors"):
@@ -294,7 +267,7 @@ def test_adapters_teach_adapters_and_are_neither_saved_nor_exported(files, undis
     options = (f"--config.teacher.path={teacher}", "--config.teacher.loss_coef=0.5")
     output = run(files, tmp_path / "taught", *options)
     assert "loaded the teacher's adapters: 12 tensors" in output
-    first, second = steps(tmp_path / "taught")
+    first, second = read_steps(tmp_path / "taught")
     for name in ("teacher/kl", "actor/teacher_kl"):
         assert all(float(row[name]) != 0 for row in (first, second)), name
     assert float(first["actor/teacher_kl"]) > 0
@@ -320,6 +293,6 @@ def test_the_kl_may_be_measured_to_the_adapters_that_a_run_starts_from(
     assert "loaded the reference's adapters: 12 tensors" in output
     assert "the reference is the bare base" not in output
     assert "resuming after step 1 of 2" in run(files, tmp_path, *options)
-    first, second = (float(row["kl/reference"]) for row in steps(tmp_path))
+    first, second = (float(row["kl/reference"]) for row in read_steps(tmp_path))
     assert abs(first) < 1e-6 < abs(second)
     assert not [path for path in tmp_path.rglob("*") if path.name.startswith("reference")]

@@ -1,6 +1,5 @@
 """`jax_ppo.critic`: the critic learns from the responses of an actor that stays as it is."""
 
-import csv
 import dataclasses
 import json
 import shutil
@@ -16,6 +15,7 @@ from jax_ppo.run import ppo_training
 from jax_ppo.training.roles import read_networks, resolve_role_folders, resolve_roles
 from jax_ppo.training.state import StateBuilder
 from llama_folder import write_arithmetic_llama
+from whole_run import read_rows
 
 STEPS = 4
 
@@ -63,8 +63,7 @@ def test_only_the_critic_is_trained_saved_and_exported(trained):
     assert "critic" in saved and "actor" not in saved
     shapes = StateBuilder.from_config(config, tiny.networks(config), tiny.make_mesh()).shapes()
     assert set(shapes.optimizers) == {"critic"} and "actor" in shapes.models
-    with (workdir / "training_metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = read_rows(workdir)
     assert len(rows) == STEPS and "actor/loss" not in rows[0]
     # The values move from 0 towards the returns, which are positive.
     assert float(rows[0]["critic/values_mean"]) == 0 < float(rows[1]["critic/values_mean"])
@@ -116,8 +115,7 @@ def test_a_critic_learns_from_the_files_of_a_run_and_resumes_exactly(trained, tm
     )
     run = tmp_path / "run"
     ppo_training.train_ppo(config, run)
-    with (run / "training_metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = read_rows(run)
     # An epoch has each row once; the values of a step come before its update.
     first_epoch = [float(row["reward/mean"]) for row in rows[:4]]
     assert np.mean(first_epoch) == pytest.approx(np.mean(scores), abs=1e-5)
@@ -148,8 +146,7 @@ def test_ppo_starts_with_the_values_of_the_critic(trained, tmp_path):
         trainer__total_training_steps=1,
     )
     ppo_training.train_ppo(ppo, tmp_path / "ppo")
-    with (tmp_path / "ppo" / "training_metrics.csv").open() as file:
-        (row,) = csv.DictReader(file)
+    (row,) = read_rows(tmp_path / "ppo")
     assert abs(float(row["critic/values_mean"])) > 0.01
 
 

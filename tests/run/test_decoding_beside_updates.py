@@ -10,7 +10,6 @@ import jax
 import pytest
 
 import tiny
-from chaos_compare import read_metrics
 from jax_ppo.environments.protocol import EnvironmentLost
 from jax_ppo.errors import UserError
 from jax_ppo.ppo import step
@@ -21,6 +20,7 @@ from jax_ppo.runtime.compiled_programs import runs_on_shapes
 from jax_ppo.sampler.other_mesh import SeparateEngine
 from llama_folder import write_arithmetic_llama
 from waiting import HANG_SECONDS
+from whole_run import read_metrics
 
 STEPS = 4
 AHEAD = {"rollout__max_staleness": 1, "algorithm__rollout_is": "token"}

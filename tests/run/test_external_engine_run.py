@@ -1,19 +1,14 @@
 """Runs whose responses come from a server, killed and resumed."""
 
-import csv
 import json
-import os
-import pathlib
 import signal
-import subprocess
-import sys
 
 import pytest
 
 import fake_rollout_server
 from llama_folder import write_arithmetic_llama
+from whole_run import read_metrics, run_python
 
-ROOT = pathlib.Path(__file__).parents[2]
 PROGRAM = """
 import json, sys
 import numpy as np
@@ -67,13 +62,7 @@ def test_killed_and_resumed_is_bit_equal(engine, tmp_path):
         reward = tmp_path / f"{workdir.name}.py"
         reward.write_text(KILLING_REWARD.format(marker=str(marker)))
         arguments = json.dumps(options | {"reward.function": f"{reward}:reward"})
-        return subprocess.run(
-            [sys.executable, "-c", PROGRAM, workdir, arguments],
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},
-            cwd=ROOT,
-            text=True,
-            capture_output=True,
-        )
+        return run_python("-c", PROGRAM, workdir, arguments, check=False)
 
     with fake_rollout_server.FakeServer("SGLang") as fake:
         if engine == "openai":
@@ -88,12 +77,7 @@ def test_killed_and_resumed_is_bit_equal(engine, tmp_path):
     assert "resuming after step 2 of 4" in resumed.stdout
     rows, weights = [], []
     for folder in (tmp_path / "undisturbed", tmp_path / "killed"):
-        with (folder / "training_metrics.csv").open() as file:
-            kept = [
-                {name: row[name] for name in row if not name.startswith(("seconds", "perf"))}
-                for row in csv.DictReader(file)
-            ]
-        rows.append([{k: v for k, v in row.items() if "tokens_per" not in k} for row in kept])
+        rows.append(read_metrics(folder))
         weights.append((folder / "actor" / "model.safetensors").read_bytes())
     assert len(rows[0]) == 4 and rows[0] == rows[1]
     assert weights[0] == weights[1]

@@ -1,41 +1,28 @@
 """The results that the shipped configurations promise, in full runs of minutes."""
 
-import csv
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
-from real_data import DATA, ROOT, needs
+from real_data import DATA, needs
+from whole_run import read_evaluations, read_steps, run_command
 
 
-def train(workdir, *arguments):
+def train(monkeypatch, workdir, *arguments):
     """Return a run's evaluations, its rows of training_metrics.csv of steps, and its output."""
     # Unlike in the other tests (conftest.py), training takes minutes, so optimised programs pay
     # off.
-    machine = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": ""}
-    environment = os.environ | machine
-    process = subprocess.run(
-        [sys.executable, "-m", "jax_ppo.train", *arguments, f"--workdir={workdir}"],
-        cwd=ROOT,
-        check=True,
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with open(workdir / "training_metrics.csv") as file:
-        steps = [row for row in csv.DictReader(file) if row["reward/mean"]]
-    evaluations = json.loads((workdir / "summary.json").read_text())["evaluations"]
-    return evaluations, steps, process.stdout.splitlines()
+    monkeypatch.setenv("XLA_FLAGS", "")
+    process = run_command("train", *arguments, f"--workdir={workdir}")
+    return read_evaluations(workdir), read_steps(workdir), process.stdout.splitlines()
 
 
 @pytest.mark.slow
-def test_arithmetic_goes_from_hasty_to_right(tmp_path):
+def test_arithmetic_goes_from_hasty_to_right(tmp_path, monkeypatch):
     """Half of the steps; 0.37 and 0.38 were seen before, 0.98 and 0.99 after all 30."""
     evaluations, _, lines = train(
-        tmp_path, "--config=configs/arithmetic.py", "--config.trainer.total_training_steps=15"
+        monkeypatch,
+        tmp_path,
+        "--config=configs/arithmetic.py",
+        "--config.trainer.total_training_steps=15",
     )
     assert evaluations[0]["step"] == 0
     assert 0.30 <= evaluations[0]["accuracy"] <= 0.50
@@ -48,9 +35,10 @@ def test_arithmetic_goes_from_hasty_to_right(tmp_path):
 
 @pytest.mark.exhaustive
 @needs("tinystories-260k")
-def test_tinystories_become_joyful_and_stay_near_the_reference(tmp_path):
+def test_tinystories_become_joyful_and_stay_near_the_reference(tmp_path, monkeypatch):
     """Half of the configuration's steps suffice."""
     evaluations, steps, _ = train(
+        monkeypatch,
         tmp_path,
         "--config=configs/tinystories.py",
         f"--config.model.path={DATA}/tinystories-260k",

@@ -3,12 +3,8 @@
 The printed rewards are those that transformers computes.
 """
 
-import csv
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -18,9 +14,8 @@ from jax_ppo.config import command_line
 from jax_ppo.errors import UserError
 from jax_ppo.run import ppo_training
 from llama_folder import write_llama
-from waiting import RUN_SECONDS
+from whole_run import read_evaluations, read_rows, run_command, run_two_processes
 
-ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = """
 from jax_ppo.config import default_config
 
@@ -76,29 +71,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def run(files, workdir, *overrides, devices=1):
     """Return the output of the command, the sampled texts and the rows of the CSV file."""
     (files / "sampled.jsonl").unlink(missing_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "jax_ppo.train",
-        f"--config={files}/config.py",
-        f"--workdir={workdir}",
-        *overrides,
-    ]
-    process = subprocess.run(
-        command,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)},
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-    with open(workdir / "training_metrics.csv") as file:
-        rows = list(csv.DictReader(file))
-    return (
-        process.stdout,
-        [json.loads(line) for line in (files / "sampled.jsonl").read_text().splitlines()],
-        rows,
-    )
+    options = f"--config={files}/config.py", f"--workdir={workdir}", *overrides
+    output = run_command("train", *options, devices=devices).stdout
+    sampled = (files / "sampled.jsonl").read_text().splitlines()
+    return output, list(map(json.loads, sampled)), read_rows(workdir)
 
 
 @pytest.mark.parity
@@ -116,7 +92,7 @@ def test_the_rewards_are_those_of_transformers(files, tmp_path):
         assert float(row["reward/mean"]) == pytest.approx(expected.mean(), rel=1e-4, abs=1e-6)
         assert float(row["reward/std"]) == pytest.approx(expected.std(), rel=1e-3)
         assert float(row["reward/model_inputs_cut"]) == 0
-    evaluations = json.loads((tmp_path / "summary.json").read_text())["evaluations"]
+    evaluations = read_evaluations(tmp_path)
     for entry, expected in zip(evaluations, (first, last), strict=True):
         assert entry["reward_mean"] == pytest.approx(expected.mean(), rel=1e-4, abs=1e-6)
     assert (
@@ -141,23 +117,8 @@ def test_two_processes_and_eight_devices_score_the_same(files, tmp_path):
         devices=8,
     )
     arguments = [f"--config={files}/config.py", f"--workdir={tmp_path}/two", *options]
-    done = subprocess.run(
-        ["bash", str(ROOT / "launch" / "local_processes.sh"), "2", "--", *arguments],
-        cwd=ROOT,
-        text=True,
-        env=os.environ
-        | {
-            "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_CPU_DEVICES": "1",
-            "PYTHON": sys.executable,
-            "LOG_DIR": str(tmp_path),
-        },
-        capture_output=True,
-        timeout=RUN_SECONDS,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    with open(tmp_path / "two" / "training_metrics.csv") as file:
-        [two] = csv.DictReader(file)
+    run_two_processes(*arguments, logs=tmp_path)
+    [two] = read_rows(tmp_path / "two")
     for other in (eight, two):
         for name in ("reward/mean", "reward/std", "critic/loss"):
             assert float(other[name]) == pytest.approx(float(one[name]), rel=1e-3, abs=1e-5), name

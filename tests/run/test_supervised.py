@@ -4,24 +4,20 @@ transformers computes the same numbers.
 """
 
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import transformers
 
 import metrics_page
-from chaos_compare import read_metrics
 from jax_ppo.config import command_line, loading, notes
 from jax_ppo.data import sources
 from jax_ppo.errors import UserError
 from jax_ppo.run import supervised_loop, supervised_tasks
 from llama_folder import write_llama
+from whole_run import read_evaluations, read_metrics, read_steps, run_command
 
-ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = """
 from jax_ppo.config import default_config
 
@@ -76,26 +72,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 def run(command, files, workdir, *overrides):
     """Run a command and return its output."""
-    process = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            f"jax_ppo.{command}",
-            f"--config={files}/config.py",
-            f"--workdir={workdir}",
-            *overrides,
-        ],
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"},
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-    return process.stdout
-
-
-def evaluations(workdir):
-    return json.loads((workdir / "summary.json").read_text())["evaluations"]
+    options = f"--config={files}/config.py", f"--workdir={workdir}", *overrides
+    return run_command(command, *options).stdout
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +108,7 @@ def held_out(files, folder):
 @pytest.mark.slow
 def test_sft_learns(sft):
     workdir, output = sft
-    rows, evaluated = read_metrics(workdir), evaluations(workdir)
+    rows, evaluated = read_metrics(workdir), read_evaluations(workdir)
     assert [entry["step"] for entry in evaluated] == [0, 6, 12] and "step 12/12" in output
     assert evaluated[0]["loss"] > 4 and evaluated[2]["loss"] < evaluated[0]["loss"] - 1.5
     assert [int(row["step"]) for row in rows if row["train/loss"]] == list(range(1, 13))
@@ -143,7 +121,7 @@ def test_transformers_measures_the_loss_after_sft(files, sft):
     import torch
 
     workdir, _ = sft
-    evaluated = evaluations(workdir)
+    evaluated = read_evaluations(workdir)
     model = transformers.AutoModelForCausalLM.from_pretrained(workdir / "actor").eval()
     losses = []
     for prompt, chosen, _ in held_out(files, workdir / "actor"):
@@ -156,7 +134,7 @@ def test_transformers_measures_the_loss_after_sft(files, sft):
 @pytest.mark.slow
 def test_a_reward_model_learns_to_prefer(reward_model):
     workdir, output = reward_model
-    evaluated = evaluations(workdir)
+    evaluated = read_evaluations(workdir)
     assert [entry["step"] for entry in evaluated] == [0, 6, 12]
     assert evaluated[0]["loss"] == pytest.approx(np.log(2)) and evaluated[0]["accuracy"] == 0.5
     assert evaluated[2]["accuracy"] == 1 and evaluated[2]["loss"] < 0.3
@@ -170,7 +148,7 @@ def test_transformers_gives_the_scores_of_the_reward_model(files, reward_model):
     import torch
 
     workdir, _ = reward_model
-    evaluated = evaluations(workdir)
+    evaluated = read_evaluations(workdir)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(
         workdir / "reward_model"
     ).eval()
@@ -196,7 +174,7 @@ def test_ppo_against_the_trained_reward_model(files, sft, reward_model, tmp_path
         f"--config.critic.path={reward_model[0]}/reward_model",
         *PPO,
     )
-    steps = [row for row in read_metrics(tmp_path) if row["reward/mean"]]
+    steps = read_steps(tmp_path)
     assert len(steps) == 2 and all(float(row["reward/std"]) > 0.1 for row in steps)
     assert "step 2/2" in output and (tmp_path / "actor" / "model.safetensors").exists()
 
@@ -232,7 +210,7 @@ def test_resumed_is_bit_equal(files, tmp_path, command, task, monkeypatch, capsy
     supervised_loop.train_supervised(options, tmp_path / "halves", task)
     assert "resuming after step 4 of 12" in capsys.readouterr().out
     assert read_metrics(tmp_path / "halves") == read_metrics(tmp_path / "whole")
-    assert evaluations(tmp_path / "halves") == evaluations(tmp_path / "whole")
+    assert read_evaluations(tmp_path / "halves") == read_evaluations(tmp_path / "whole")
     ours, theirs = (
         tmp_path / name / task.output / "model.safetensors" for name in ("halves", "whole")
     )
@@ -255,7 +233,7 @@ def test_parts_of_rows_train_as_one_device_does(files, sft, reward_model, tmp_pa
     mesh = "--config.mesh.fsdp=2", "--config.mesh.context=4"
     options = load(files, *mesh, f"--config.model.path={model}", command=command)
     supervised_loop.train_supervised(options, tmp_path, task)
-    for ours, theirs in zip(evaluations(tmp_path), evaluations(whole), strict=True):
+    for ours, theirs in zip(read_evaluations(tmp_path), read_evaluations(whole), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-3)
     rows = zip(read_metrics(tmp_path), read_metrics(whole), strict=True)
     losses = [(float(x["train/loss"]), float(y["train/loss"])) for x, y in rows if x["train/loss"]]

@@ -2,17 +2,13 @@
 
 import collections
 import contextlib
-import csv
 import dataclasses
 import functools
 import io
 import json
-import os
 import pathlib
 import re
 import signal
-import subprocess
-import sys
 import threading
 import types
 from typing import Any
@@ -37,9 +33,9 @@ from jax_ppo.run import life_cycle, ppo_training, standalone_evaluation
 from jax_ppo.runtime import compilation, compiled_programs, meshes, placement
 from jax_ppo.runtime.compiled_programs import CompiledProgram
 from llama_folder import write_llama
-from waiting import HANG_SECONDS, RUN_SECONDS
+from waiting import HANG_SECONDS
+from whole_run import read_evaluations, read_metrics, read_steps, run_command, run_two_processes
 
-ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = """
 from jax_ppo.config import default_config
 
@@ -103,50 +99,19 @@ def reward_model(files, tmp_path_factory):
     return folder
 
 
-def command(files, workdir, *overrides):
-    return [
-        sys.executable,
-        "-m",
-        "jax_ppo.train",
-        f"--config={files}/config.py",
-        f"--workdir={workdir}",
-        *overrides,
-    ]
+def options_of(files, workdir, *overrides):
+    return [f"--config={files}/config.py", f"--workdir={workdir}", *overrides]
 
 
-def environment(devices=1):
-    number = {} if devices is None else {"JAX_NUM_CPU_DEVICES": str(devices)}
-    return os.environ | {"JAX_PLATFORMS": "cpu"} | number
+def run(files, workdir, *overrides, **machine):
+    """Train and return the output."""
+    return run_command("train", *options_of(files, workdir, *overrides), **machine).stdout
 
 
-def run(files, workdir, *overrides, devices=1):
-    process = subprocess.run(
-        command(files, workdir, *overrides),
-        env=environment(devices),
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-    return process.stdout
-
-
-def read_metrics(workdir):
-    """Return the rows of training_metrics.csv without the columns that depend on time."""
-    with open(workdir / "training_metrics.csv") as file:
-        return [
-            {
-                name: value
-                for name, value in row.items()
-                if "second" not in name and "perf/" not in name
-            }
-            for row in csv.DictReader(file)
-        ]
-
-
-def read_step_rows(workdir):
-    """Return the rows of training_metrics.csv that belong to steps, not to evaluations."""
-    return [row for row in read_metrics(workdir) if row["reward/mean"]]
+def run_in_two(files, workdir, *overrides, **machine):
+    """Train in two processes; return the finished process that started them."""
+    options = options_of(files, workdir, *overrides)
+    return run_two_processes(*options, logs=workdir.parent, **machine)
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +176,7 @@ def test_a_run_writes_what_it_should(watched):
     with open(workdir / "training_metrics.csv") as file:
         header = set(file.readline().strip().split(","))
     assert metrics_page.unknown(header) == {"step"}
-    steps = read_step_rows(workdir)
+    steps = read_steps(workdir)
     assert all(0 < float(row["rollout/slot_use"]) <= 1 for row in steps)
     assert [int(row["step"]) for row in steps] == list(range(1, 9))
     assert abs(float(steps[0]["kl/reference"])) < 1e-6 < abs(float(steps[3]["kl/reference"]))
@@ -244,7 +209,7 @@ def test_an_evaluation_by_itself_gives_the_figures_of_the_run(model, files, undi
     options |= {"data.train_files": "none/such.jsonl*2,x*1", "data.train_batch_size": 2000}
     config = loading.load_config(f"{files}/config.py", options)
     summary = standalone_evaluation.evaluate_model(config, tmp_path)
-    last = json.loads((undisturbed[0] / "summary.json").read_text())["evaluations"][-1]
+    last = read_evaluations(undisturbed[0])[-1]
     (alone,) = summary["evaluations"]
     # An evaluation by itself has no critic.
     last = {name: value for name, value in last.items() if not name.startswith("critic/")}
@@ -322,16 +287,8 @@ def interrupt_and_resume(files, workdir, call, number, *overrides, devices=1):
         INTERRUPTING_REWARD.format(workdir=str(workdir), call=call, number=int(number))
         + REWARD.replace("    return", "    interrupt()\n    return")
     )
-    processes = [
-        subprocess.run(
-            command(files, workdir, f"--config.reward.function={reward}:reward", *overrides),
-            env=environment(devices),
-            cwd=ROOT,
-            text=True,
-            capture_output=True,
-        )
-        for _ in range(2)
-    ]
+    options = options_of(files, workdir, f"--config.reward.function={reward}:reward", *overrides)
+    processes = [run_command("train", *options, devices=devices, check=False) for _ in range(2)]
     assert processes[1].returncode == 0, "".join(p.stdout + p.stderr for p in processes)
     return processes
 
@@ -340,11 +297,7 @@ def assert_equal_runs(workdir, other):
     """Assert equal metrics (except timings), evaluations, samples and weights, bit for bit."""
     assert list(read_samples(workdir)) == list(read_samples(other))
     assert read_metrics(workdir) == read_metrics(other)
-    ours, theirs = (
-        json.loads((folder / "summary.json").read_text())["evaluations"]
-        for folder in (workdir, other)
-    )
-    assert ours == theirs
+    assert read_evaluations(workdir) == read_evaluations(other)
     weights = [path.relative_to(other) for path in other.rglob("model.safetensors")]
     assert weights
     for path in weights:
@@ -433,8 +386,7 @@ def test_a_run_moves_from_two_processes_to_one_and_from_eight_devices_to_one(
     options = f"--config.reward.function={reward}:reward", "--config.trainer.log_rollouts_freq=1"
     # Each host holds one half of the parameters.
     shape = "--config.mesh.data=1", "--config.mesh.fsdp=4", "--config.mesh.model=2"
-    arguments = command(files, workdir, *options, *shape)[3:]
-    stopped = run_two_processes(arguments, tmp_path, devices=4)
+    stopped = run_in_two(files, workdir, *options, *shape, devices=4, check=False)
     assert stopped.returncode == 143, stopped.stdout + stopped.stderr
     # Process 0 learns of the signal after this step or the next one.
     assert re.search(r"\nstopped by SIGTERM, saved step [34]\n$", stopped.stdout), stopped.stdout
@@ -451,7 +403,7 @@ def test_a_run_moves_from_two_processes_to_one_and_from_eight_devices_to_one(
         )
         steps = f"--config.trainer.total_training_steps={last_step}"
         ppo_training.train_ppo(load_config(files, steps, *options, *shape), workdir)
-    rows, expected = read_step_rows(workdir), read_step_rows(undisturbed[0])
+    rows, expected = read_steps(workdir), read_steps(undisturbed[0])
     assert [row["step"] for row in rows] == [str(step) for step in range(1, 9)]
     for ours, theirs in zip(rows, expected, strict=True):
         for name in ("reward/mean", "response_length/mean", "kl/reference", "critic/loss"):
@@ -470,29 +422,23 @@ def drawn_tokens(workdir):
     }
 
 
-@pytest.mark.exhaustive
-def test_few_slots_in_stages_sample_the_same(files, undisturbed, tmp_path):
-    run(
-        files,
-        tmp_path,
-        "--config.rollout.max_num_seqs=6",
-        "--config.rollout.partial_length=3",
-        "--config.trainer.total_training_steps=2",
-        "--config.trainer.test_freq=0",
-        "--config.trainer.val_before_train=False",
+def stop_and_resume(files, folder, *options):
+    """Assert that a run that is stopped in its sixth step is resumed bit for bit.
+
+    The fourth step's checkpoint is older, and the eighth step's would be the next one.
+
+    Returns:
+      The rows of the undisturbed run's steps.
+    """
+    options = *options, "--config.trainer.save_freq=4"
+    run(files, folder / "undisturbed", *options)
+    stopped, resumed = interrupt_and_resume(
+        files, folder / "stopped", IN_STEP_6, signal.SIGTERM, *options
     )
-    rows = read_step_rows(tmp_path)
-    assert len(rows) == 2
-    for ours, theirs in zip(rows, read_step_rows(undisturbed[0]), strict=False):
-        assert float(ours["rollout/slot_use"]) != float(theirs["rollout/slot_use"])
-        for name in (
-            "reward/mean",
-            "kl/reference",
-            "actor/entropy",
-            "critic/loss",
-            "response_length/mean",
-        ):
-            assert float(ours[name]) == pytest.approx(float(theirs[name]), rel=1e-3, abs=1e-3), name
+    assert stopped.stdout.endswith("\nstopped by SIGTERM, saved step 6\n"), stopped.stderr
+    assert stopped.returncode == 143 and "resuming after step 6" in resumed.stdout
+    assert_equal_runs(folder / "stopped", folder / "undisturbed")
+    return read_steps(folder / "undisturbed")
 
 
 SAMPLED_AHEAD = "--config.rollout.max_staleness=1", "--config.algorithm.rollout_is=token"
@@ -503,18 +449,9 @@ def test_sampling_ahead_lags_weighs_and_is_resumed_bit_equal(files, tmp_path):
     """The batch sampled ahead is in the checkpoint that a signal asks for."""
     options = (
         *SAMPLED_AHEAD,
-        "--config.trainer.save_freq=4",
         "--config.trainer.total_training_steps=12",
     )
-    run(files, tmp_path / "undisturbed", *options)
-    stopped, resumed = interrupt_and_resume(
-        files, tmp_path / "stopped", IN_STEP_6, signal.SIGTERM, *options
-    )
-    # The fourth step's checkpoint is older, and the eighth step's would be the next one.
-    assert stopped.stdout.endswith("\nstopped by SIGTERM, saved step 6\n"), stopped.stderr
-    assert stopped.returncode == 143 and "resuming after step 6" in resumed.stdout
-    assert_equal_runs(tmp_path / "stopped", tmp_path / "undisturbed")
-    rows = read_step_rows(tmp_path / "undisturbed")
+    rows = stop_and_resume(files, tmp_path, *options)
     assert [int(row["step"]) for row in rows] == list(range(1, 13))
     for row in rows:
         step, weight = int(row["step"]), float(row["rollout/importance_mean"])
@@ -553,14 +490,8 @@ def assert_continued(rows, max_staleness):
 @pytest.mark.exhaustive
 def test_responses_that_continue_are_resumed_bit_equal(files, tmp_path):
     """The responses in progress are in the checkpoint that a signal asks for."""
-    options = (*CONTINUED, "--config.trainer.save_freq=4")
-    run(files, tmp_path / "undisturbed", *options)
-    stopped, resumed = interrupt_and_resume(
-        files, tmp_path / "stopped", IN_STEP_6, signal.SIGTERM, *options
-    )
-    assert stopped.returncode == 143 and "resuming after step 6" in resumed.stdout, stopped.stderr
-    assert_equal_runs(tmp_path / "stopped", tmp_path / "undisturbed")
-    assert_continued(read_step_rows(tmp_path / "undisturbed"), max_staleness=2)
+    rows = stop_and_resume(files, tmp_path, *CONTINUED)
+    assert_continued(rows, max_staleness=2)
 
 
 @pytest.mark.parametrize(
@@ -632,17 +563,8 @@ def test_dialogues_are_resumed_bit_equal(files, tmp_path):
         f"--config.rollout.multi_turn.environment={tmp_path}/dice.py:Dice",
         "--config.data.max_response_length=24",
         "--config.rollout.multi_turn.max_turn_length=3",
-        "--config.trainer.save_freq=4",
     )
-    run(files, tmp_path / "undisturbed", *options)
-    stopped, resumed = interrupt_and_resume(
-        files, tmp_path / "stopped", IN_STEP_6, signal.SIGTERM, *options
-    )
-    # The fourth step's checkpoint is older, and the eighth step's would be the next one.
-    assert stopped.stdout.endswith("\nstopped by SIGTERM, saved step 6\n"), stopped.stderr
-    assert stopped.returncode == 143 and "resuming after step 6" in resumed.stdout
-    assert_equal_runs(tmp_path / "stopped", tmp_path / "undisturbed")
-    rows = read_step_rows(tmp_path / "undisturbed")
+    rows = stop_and_resume(files, tmp_path, *options)
     assert all(row["environment/throws"] == row["rollout/turns"] for row in rows)
     assert all(float(row["rollout/turns"]) > 2 for row in rows)
     # What the turns earned is part of the reward that is learned from.
@@ -671,30 +593,18 @@ def test_without_a_critic_none_is_kept(files, tmp_path):
     )
     assert output.count("the policy's entropy is") == 1  # although it is low in all three steps
     assert not list((tmp_path / "run").glob("checkpoints/*/critic"))
-    steps = read_step_rows(tmp_path / "run")
+    steps = read_steps(tmp_path / "run")
     assert all(float(row["reward/shaped_mean"]) > 0.1 for row in steps) and not any(
         "critic/loss" in row for row in steps
     )
 
 
-def run_two_processes(arguments, logs, devices=1):
-    return subprocess.run(
-        ["bash", str(ROOT / "launch" / "local_processes.sh"), "2", "--", *arguments],
-        cwd=ROOT,
-        text=True,
-        env=environment(devices) | {"PYTHON": sys.executable, "LOG_DIR": str(logs)},
-        capture_output=True,
-        timeout=RUN_SECONDS,
-    )
-
-
 @pytest.mark.slow
 def test_two_processes_train_as_one_does(files, undisturbed, tmp_path):
-    arguments = command(files, tmp_path)[3:]
-    process = run_two_processes(arguments, tmp_path)
-    assert process.returncode == 0, process.stdout + process.stderr
-    assert json.loads((tmp_path / "summary.json").read_text())["versions"]["process_count"] == 2
-    assert_same_run(tmp_path, undisturbed[0], 1e-3)
+    workdir = tmp_path / "run"
+    run_in_two(files, workdir)
+    assert json.loads((workdir / "summary.json").read_text())["versions"]["process_count"] == 2
+    assert_same_run(workdir, undisturbed[0], 1e-3)
 
 
 KILLED_IN_PROCESS_1 = """
@@ -754,18 +664,15 @@ def test_devices_of_two_processes_that_only_decode_change_no_bit(files, tmp_path
     options += ("trainer.total_training_steps=4", "trainer.test_freq=2")
     options = [f"--config.{option}" for option in options]
 
-    def start(name, devices, *more):
-        arguments = command(files, tmp_path / name, *options, *more)[3:]
-        return run_two_processes(arguments, tmp_path, devices)
+    def start(name, devices, *more, check=True):
+        workdir = tmp_path / name
+        return run_in_two(files, workdir, *options, *more, devices=devices, check=check)
 
     separate = f"--config.rollout.mesh.devices={2 * devices}"
-    killed = start("separate", 2 * devices, separate)
+    killed = start("separate", 2 * devices, separate, check=False)
     assert killed.returncode != 0 and (tmp_path / "was_killed").exists(), killed.stderr
-    resumed = start("separate", 2 * devices, separate)
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert "resuming after step 2" in resumed.stdout
-    shared = start("shared", devices)
-    assert shared.returncode == 0, shared.stdout + shared.stderr
+    assert "resuming after step 2" in start("separate", 2 * devices, separate).stdout
+    start("shared", devices)
     assert_equal_runs(tmp_path / "separate", tmp_path / "shared")
 
 
@@ -814,46 +721,17 @@ def test_devices_of_two_processes_hold_the_dialogues_of_shared_ones(files, tmp_p
     )
     separate = *options, "--config.rollout.mesh.devices=2"
 
-    def start(name, devices, *more):
-        arguments = command(files, tmp_path / name, *more)[3:]
-        return run_two_processes(arguments, tmp_path, devices)
-
-    killed = start("separate", 2, *separate)
+    killed = run_in_two(files, tmp_path / "separate", *separate, devices=2, check=False)
     assert killed.returncode != 0 and (tmp_path / "was_killed").exists(), killed.stderr
-    resumed = start("separate", 2, *separate)
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    resumed = run_in_two(files, tmp_path / "separate", *separate, devices=2)
     assert "resuming after step 1" in resumed.stdout
-    shared = start("shared", 1, *options)
-    assert shared.returncode == 0, shared.stdout + shared.stderr
+    run_in_two(files, tmp_path / "shared", *options)
     assert_equal_runs(tmp_path / "separate", tmp_path / "shared")
     run(files, tmp_path / "one", *separate, devices=4)
     assert_equal_runs(tmp_path / "separate", tmp_path / "one")
-    rows = read_step_rows(tmp_path / "separate")
+    rows = read_steps(tmp_path / "separate")
     assert all(row["environment/throws"] == row["rollout/turns"] for row in rows)
     assert all(float(row["rollout/turns"]) > 2 for row in rows)
-
-
-@pytest.mark.exhaustive
-def test_two_processes_hold_the_dialogues_of_one(files, tmp_path):
-    """Each process steps the environments of its own samples, with the same random numbers."""
-    (tmp_path / "dice.py").write_text(DICE)
-    arguments = [
-        f"--config.rollout.multi_turn.environment={tmp_path}/dice.py:Dice",
-        "--config.rollout.multi_turn.max_turn_length=3",
-        "--config.trainer.total_training_steps=2",
-        "--config.trainer.save_freq=0",
-        "--config.data.val_files=",
-    ]
-    run(files, tmp_path / "one", *arguments)
-    process = run_two_processes(command(files, tmp_path / "two", *arguments)[3:], tmp_path)
-    assert process.returncode == 0, process.stdout + process.stderr
-    assert json.loads((tmp_path / "two/summary.json").read_text())["versions"]["process_count"] == 2
-    assert_same_run(tmp_path / "two", tmp_path / "one", 1e-3)
-    for ours, theirs in zip(
-        *map(read_step_rows, (tmp_path / "two", tmp_path / "one")), strict=True
-    ):
-        for name in ("rollout/turns", "reward/turns", "environment/throws"):
-            assert float(ours[name]) == pytest.approx(float(theirs[name]), rel=1e-3), name
 
 
 @pytest.mark.exhaustive
@@ -874,9 +752,8 @@ def test_two_processes_report_what_the_rule_reports_for_all_responses(files, tmp
         "--config.data.val_files=",
     ]
     run(files, tmp_path / "one", *arguments)
-    process = run_two_processes(command(files, tmp_path / "two", *arguments)[3:], tmp_path)
-    assert process.returncode == 0, process.stdout + process.stderr
-    (alone,), (together,) = (read_step_rows(tmp_path / name) for name in ("one", "two"))
+    run_in_two(files, tmp_path / "two", *arguments)
+    (alone,), (together,) = (read_steps(tmp_path / name) for name in ("one", "two"))
     for name in ("rule_failures", "characters", "digits", "none"):
         assert float(together[f"reward/{name}"]) == float(alone[f"reward/{name}"])
     assert 0 < float(alone["reward/rule_failures"]) < 16
@@ -893,8 +770,8 @@ def test_a_reward_model_alone(files, reward_model, tmp_path):
         "--config.trainer.total_training_steps=2",
         "--config.trainer.test_freq=0",
     )
-    steps = read_step_rows(tmp_path)
-    evaluations = json.loads((tmp_path / "summary.json").read_text())["evaluations"]
+    steps = read_steps(tmp_path)
+    evaluations = read_evaluations(tmp_path)
     assert all(abs(float(row["reward/std"])) > 0.01 for row in steps)
     assert all(
         entry["accuracy"] is None and abs(entry["reward_mean"]) > 1e-3 for entry in evaluations
@@ -914,13 +791,7 @@ def test_a_reward_that_always_fails_stops_the_run(files, tmp_path):
         "--config.reward.workers=1",
         "--config.trainer.val_before_train=False",
     )
-    process = subprocess.run(
-        command(files, tmp_path / "work", *arguments),
-        cwd=ROOT,
-        text=True,
-        env=environment(),
-        capture_output=True,
-    )
+    process = run_command("train", *options_of(files, tmp_path / "work", *arguments), check=False)
     assert process.returncode == 1
     last = process.stderr[process.stderr.rindex("error: config.reward.function=") :]
     for words in (
@@ -930,7 +801,7 @@ def test_a_reward_that_always_fails_stops_the_run(files, tmp_path):
     ):
         assert words in last
     # The third step's update was not made.
-    assert len(read_step_rows(tmp_path / "work")) == 2
+    assert len(read_steps(tmp_path / "work")) == 2
 
 
 @pytest.mark.exhaustive
@@ -950,14 +821,7 @@ def test_a_reward_that_hangs_ends_the_run_at_its_first_evaluation(files, tmp_pat
         "--config.trainer.val_before_train=False",
         "--config.trainer.test_freq=1",
     )
-    process = subprocess.run(
-        command(files, tmp_path / "work", *arguments),
-        cwd=ROOT,
-        text=True,
-        env=environment(),
-        capture_output=True,
-        timeout=RUN_SECONDS,
-    )
+    process = run_command("train", *options_of(files, tmp_path / "work", *arguments), check=False)
     assert process.returncode == 1
     last = process.stderr[process.stderr.rindex("error: ") :]
     assert "the reward function failed on all 12 responses of the held-out evaluation" in last
@@ -979,13 +843,8 @@ def test_an_error_in_one_process_ends_both(files, tmp_path):
         "    if jax.process_index() == 1: raise KeyboardInterrupt('reward service is gone')\n"
         "    return 0.0\n"
     )
-    arguments = command(
-        files,
-        tmp_path / "work",
-        f"--config.reward.function={tmp_path}/bad.py:reward",
-        "--config.reward.workers=0",
-    )[3:]
-    process = run_two_processes(arguments, tmp_path)
+    bad = f"--config.reward.function={tmp_path}/bad.py:reward"
+    process = run_in_two(files, tmp_path / "work", bad, check=False)
     assert process.returncode != 0
     output = (
         process.stdout + process.stderr + "".join(p.read_text() for p in tmp_path.rglob("*.log"))

@@ -1,6 +1,5 @@
 """The PPO loop runs with any rollout engine; the built-in one shares weights and programs."""
 
-import csv
 import dataclasses
 import json
 
@@ -23,6 +22,7 @@ from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.engines import external
 from tiny_actor import ARCHITECTURE, T
 from trained_tokenizer import train_tokenizer
+from whole_run import read_rows
 
 LENGTH = 3  # length of every response of the engine below
 ENGINE = f'''
@@ -142,8 +142,7 @@ def test_a_ppo_step_with_an_engine_named_by_an_option(config, tmp_path):
         "stop",
     ]
     assert summary["steps"] == 1
-    with open(tmp_path / "run" / "training_metrics.csv") as file:
-        (step,) = csv.DictReader(file)
+    (step,) = read_rows(tmp_path / "run")
     assert float(step["response_length/mean"]) == LENGTH
     assert float(step["reward/mean"]) == 1
     assert "rollout/slot_use" not in step  # this engine has no slots to count
@@ -166,8 +165,7 @@ def test_a_run_whose_server_is_killed_is_the_same_run(config, tmp_path, monkeypa
             dataclasses.replace(config, rollout=rollout, trainer=trainer), workdir
         )
         assert summary["steps"] == 2
-        with open(workdir / "training_metrics.csv") as file:
-            rows.append(list(csv.DictReader(file)))
+        rows.append(read_rows(workdir))
     for killed, lived in zip(*rows, strict=True):
         for name in ("response_length/mean", "rollout/logprob_difference", "actor/grad_norm"):
             assert float(killed[name]) == float(lived[name]), name

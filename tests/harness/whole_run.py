@@ -1,0 +1,79 @@
+"""Whole runs of commands as processes, and the figures that they write."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from waiting import RUN_SECONDS
+
+ROOT = Path(__file__).parents[2]
+
+
+def machine(devices: int) -> dict[str, str]:
+    """Return the environment of a process with a number of virtual devices."""
+    return os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
+
+
+def run_python(
+    *arguments: Any, devices: int = 1, check: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments; with `check`, it must succeed."""
+    process = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env=machine(devices),
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=RUN_SECONDS,
+    )
+    assert not check or process.returncode == 0, process.stdout + process.stderr
+    return process
+
+
+def run_command(command: str, *arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command of the package; takes the options of `run_python`."""
+    return run_python("-m", f"jax_ppo.{command}", *arguments, **options)
+
+
+def run_two_processes(
+    *arguments: Any, logs: Path, devices: int = 1, check: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Train in two processes, each with this number of devices; with `check`, they must succeed."""
+    process = subprocess.run(
+        ["bash", ROOT / "launch" / "local_processes.sh", "2", "--", *map(str, arguments)],
+        env=machine(devices) | {"PYTHON": sys.executable, "LOG_DIR": str(logs)},
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=RUN_SECONDS,
+    )
+    assert not check or process.returncode == 0, process.stdout + process.stderr
+    return process
+
+
+def read_rows(workdir: Path) -> list[dict[str, str]]:
+    """Return the rows of training_metrics.csv."""
+    with open(workdir / "training_metrics.csv") as file:
+        return list(csv.DictReader(file))
+
+
+def read_metrics(workdir: Path) -> list[dict[str, str]]:
+    """Return the rows of training_metrics.csv without the columns that depend on time."""
+    return [
+        {name: x for name, x in row.items() if "second" not in name and "perf/" not in name}
+        for row in read_rows(workdir)
+    ]
+
+
+def read_steps(workdir: Path) -> list[dict[str, str]]:
+    """Return the rows of `read_metrics` that belong to steps of PPO, not to evaluations."""
+    return [row for row in read_metrics(workdir) if row["reward/mean"]]
+
+
+def read_evaluations(workdir: Path) -> list[dict[str, Any]]:
+    """Return the figures of the evaluations of a run."""
+    return json.loads((workdir / "summary.json").read_text())["evaluations"]
