@@ -15,6 +15,7 @@ os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 import jax
+import numpy as np
 import pytest
 
 import quick_compilation
@@ -162,3 +163,14 @@ def cudnn_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
         return library(*arrays, implementation="xla", **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", run)
+
+
+@pytest.fixture
+def poison() -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
+    """Return a function that puts NaN, inf and -inf in turn wherever the mask is 0."""
+
+    def put(x: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        garbage = np.resize(np.array([np.nan, np.inf, -np.inf], np.float32), x.shape)
+        return np.where(mask.astype(bool), x, garbage).astype(np.float32)
+
+    return put

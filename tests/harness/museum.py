@@ -756,7 +756,7 @@ LOG_PROBS = [
     Exhibit(
         name="returned_log_probs_are_not_masked",
         source="SkyRL#1782, trl#7024: values under the padding reached the advantages",
-        test=f"{TEST_LOGPROBS}::test_what_the_mask_hides_does_not_matter",
+        test="tests/kernels/test_properties.py::test_logprobs_entropy_and_full_kl",
         where="_forward",
         old="zero_outside(chunks.scatter(x), mask)",
         new="chunks.scatter(x)",
@@ -902,7 +902,7 @@ ADVANTAGES = [
     Exhibit(
         name="advantages_leak_in_from_after_the_end",
         source="stable-baselines#385, RoboVerse#814, rlevo#342, cleanrl#16: mask a step late",
-        test="tests/kernels/test_advantages.py::test_against_loops",
+        test="tests/kernels/test_properties.py::test_gae",
         where="gae",
         old=(
             "(jnp.where(chosen, advantage, next_advantage), jnp.where(chosen, value, next_value))"
@@ -912,7 +912,7 @@ ADVANTAGES = [
     Exhibit(
         name="padding_leaks_into_returns",
         source="ROLL#447, rlhf-book#216: values of masked tokens reached the real ones",
-        test="tests/kernels/test_advantages.py::test_against_loops",
+        test="tests/kernels/test_properties.py::test_gae",
         where="gae",
         old="zero_outside(values_T, mask_T)",
         new="jnp.asarray(values_T, jnp.float32)",
@@ -1015,7 +1015,7 @@ LOSSES_AND_RATIO = [
     Exhibit(
         name="the_ratio_overflows",
         source="trl#7120: exp of a log-ratio in the hundreds",
-        test="tests/kernels/test_policy_losses.py::test_log_ratios_that_would_overflow",
+        test="tests/kernels/test_properties.py::test_policy_losses",
         where="log_ratios_and_advantages",
         old="jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)",
         new="log_ratio",
@@ -1410,7 +1410,7 @@ CLIPS_AND_OTHER_LOSSES = [
     Exhibit(
         name="masked_tokens_leak_into_the_sequences_ratio",
         source="Soup#723: the means of GSPO included padding",
-        test="tests/kernels/test_policy_losses.py::test_against_loops_with_garbage_under_the_mask",
+        test="tests/kernels/test_properties.py::test_policy_losses",
         where="log_ratios_and_advantages",
         old=(
             "zero_outside(batch.logprobs, batch.mask) - zero_outside(batch.old_logprobs, "

@@ -66,15 +66,6 @@ def test_effective_sample_size_by_hand():
     assert float(size(jnp.zeros(3), jnp.ones(3))) == 0
 
 
-@pytest.mark.parametrize("level", NAMES)
-def test_what_is_masked_counts_nowhere(level):
-    logprobs, sampled = jnp.array([[-1.0, np.nan]]), jnp.array([[-2.0, np.inf]])
-    weights = importance.importance_weights(
-        logprobs, sampled, jnp.array([[1, 0]]), LEVELS[level], 9.0
-    )
-    np.testing.assert_allclose(weights, [[np.e, 0]], rtol=1e-6)
-
-
 def test_the_same_policy_weighs_1():
     logprobs = jnp.log(jnp.array([[0.5, 0.2]]))
     for level in NAMES:

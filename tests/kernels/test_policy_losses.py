@@ -1,4 +1,4 @@
-"""Every policy loss by hand and against loops; test_enumeration.py covers their expectations."""
+"""Every policy loss by hand; test_enumeration.py has their expectations."""
 
 import functools
 import math
@@ -113,58 +113,6 @@ def test_dual_clip_of_a_whole_response():
         np.testing.assert_allclose(result.loss[0, 0], loss, rtol=1e-5)
 
 
-def oracle(name, logprobs, log_ratios, advantages):
-    """Return (loss, slope) of each token of a response, from the equations, in plain loops."""
-    cut = lambda x: min(max(x, 0.8), 1.3)  # noqa: E731
-    mean = sum(log_ratios) / len(log_ratios)
-    gmpo = [
-        min(d, 0.3) if a > 0 else max(d, -0.2) for d, a in zip(log_ratios, advantages, strict=True)
-    ]
-    g = math.exp(sum(gmpo) / len(gmpo))
-    for logprob, d, a, d_cut in zip(logprobs, log_ratios, advantages, gmpo, strict=True):
-        rho = math.exp(mean if name == "gspo" else d)
-        if name in ("vanilla", "gspo"):
-            loss = max(-rho * a, -cut(rho) * a)
-            slope = -rho * a if loss == -rho * a else 0
-            yield (loss, slope) if a > 0 or loss <= -3 * a else (-3 * a, 0)
-        elif name == "importance":
-            yield -rho * a, -rho * a
-        elif name == "gmpo":
-            yield -g * a, -g * a if d_cut == d else 0
-        elif name == "cispo":
-            yield -cut(rho) * a * logprob, -cut(rho) * a
-        else:
-            yield -a * logprob, -a
-
-
-@pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_against_loops_with_garbage_under_the_mask(name, rng, poison):
-    """A mask with holes, such as tokens that a tool wrote, and fully masked rows."""
-    mask = rng.integers(0, 2, (6, 9)) * np.array([[1]] * 5 + [[0]])
-    old = -rng.exponential(2.0, (6, 9))
-    logprobs = np.minimum(old + rng.normal(0, 0.8, (6, 9)), -0.01)
-    arrays = [x.astype(np.float32) for x in (logprobs, old, rng.normal(0, 1, (6, 9)))]
-    result, gradients = run(name, *(poison(x, mask) for x in arrays), mask)
-    for i in range(6):
-        kept = mask[i] == 1
-        p, o, a = ([float(v) for v in x[i, kept]] for x in arrays)
-        expected = (
-            list(oracle(name, p, [x - y for x, y in zip(p, o, strict=True)], a))
-            if kept.any()
-            else []
-        )
-        np.testing.assert_allclose(
-            result.loss[i, kept], [loss for loss, _ in expected], rtol=2e-4, atol=1e-6
-        )
-        np.testing.assert_allclose(
-            gradients[0][i, kept], [slope for _, slope in expected], rtol=2e-4, atol=1e-6
-        )
-    for x, value in zip(result, (0, 1, 0, 0, 0), strict=True):
-        np.testing.assert_array_equal(x[mask == 0], value)
-    for gradient in gradients:
-        np.testing.assert_array_equal(gradient[mask == 0], 0)
-
-
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_two_responses_packed_into_a_row_are_as_two_rows(name, rng):
     old = -rng.exponential(2.0, (2, 4)).astype(np.float32)
@@ -187,17 +135,6 @@ def test_two_responses_packed_into_a_row_are_as_two_rows(name, rng):
         np.testing.assert_allclose(
             np.asarray(x)[mask == 1], np.asarray(y).reshape(2, 4)[mask == 1], rtol=1e-5
         )
-
-
-@pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_log_ratios_that_would_overflow(name):
-    """exp(89) is inf in float32, and inf * 0 is NaN in the gradient."""
-    for log_ratio in (1000.0, -1000.0):
-        for advantage in (1.0, -1.0):
-            logprobs, old = [[min(log_ratio, 0), -1.0]], [[min(-log_ratio, 0), -1.0]]
-            result, gradients = run(name, logprobs, old, [[advantage] * 2], np.ones((1, 2)))
-            assert all(np.isfinite(x).all() for x in (*result, *gradients))
-            np.testing.assert_array_equal(result.log_ratio, [[math.copysign(20, log_ratio), 0]])
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
