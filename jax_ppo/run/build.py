@@ -38,13 +38,13 @@ from jax_ppo.rewards.worker_pool import RewardWorkers, count_workers
 from jax_ppo.run.life_cycle import count_steps
 from jax_ppo.run.parts import PPORun, batches_in_order
 from jax_ppo.run.rule_trial import try_first_rows
-from jax_ppo.run.run_examples import chat_template
-from jax_ppo.run.run_models import Report, RunModels, read_run_models, validate_run_models
-from jax_ppo.run.run_prompts import (
+from jax_ppo.run.run_examples import (
     build_environment,
-    load_run_examples,
+    chat_template,
+    load_examples,
     tokenize_run_prompts,
 )
+from jax_ppo.run.run_models import Report, RunModels, read_run_models, validate_run_models
 from jax_ppo.runtime import heartbeat, meshes
 from jax_ppo.sampler.built_in import resolve_engine
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
@@ -159,7 +159,8 @@ def _read_rows(
     """Read the rows, and try the rule and the plugins on them."""
     samples_data = trains and given is None
     with heartbeat.activity("reading data"):
-        examples, held_out = load_run_examples(config.data, config.seed, samples_data)
+        data = config.data if samples_data else dataclasses.replace(config.data, train_files="")
+        examples, held_out = load_examples(data, config.seed)
     if given is not None:
         # Rules are resolved for one row of each source.
         examples = list({row.data_source: row for row in given.examples}.values())

@@ -22,10 +22,9 @@ from jax_ppo.run import life_cycle
 from jax_ppo.run.build import build_run
 from jax_ppo.run.evaluation import evaluate_policy
 from jax_ppo.run.export import export_models, refuse_foreign_exports
-from jax_ppo.run.given_responses import read_given_responses
 from jax_ppo.run.parts import PPORun
 from jax_ppo.run.reporter import Reporter
-from jax_ppo.run.run_examples import fingerprint_data
+from jax_ppo.run.run_examples import fingerprint_data, read_given_responses
 from jax_ppo.run.sample_metrics import measure_sampling
 from jax_ppo.runtime import compilation, distributed
 from jax_ppo.sampler import engine

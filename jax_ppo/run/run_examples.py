@@ -1,17 +1,35 @@
-"""The examples of a run, as `config.data` names them, and how they become tokens."""
+"""The examples of a run, as `config.data` and `config.score` name them, and their tokens."""
 
+import dataclasses
 import json
 import logging
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from jax_ppo.config.schema import Data
+from jax_ppo.config.rollout_options import MultiTurn
+from jax_ppo.config.schema import Config, Data
 from jax_ppo.data import prompt_shaping, sources
 from jax_ppo.data.chat_templates import ChatTemplate
 from jax_ppo.data.columns import Columns
 from jax_ppo.data.prompt_shaping import RowParser
-from jax_ppo.data.tokenize_prompts import PromptDataset, PromptEncoding
-from jax_ppo.errors import UserError
+from jax_ppo.data.response_rows import GivenResponses, RefusedRow, ResponseReader
+from jax_ppo.data.tokenize_prompts import PromptDataset, PromptEncoding, tokenize_prompts
+from jax_ppo.data.tokenizer import count_ids
+from jax_ppo.environments.host import HostEnvironment
+from jax_ppo.environments.loading import make_environment
+from jax_ppo.errors import UserError, counted
+from jax_ppo.models.hf.hub import resolve_model_folder
+from jax_ppo.models.hf.load import read_architecture
+from jax_ppo.reporting import console
+from jax_ppo.reporting.files import write_json_lines
+from jax_ppo.rewards import reward_functions, row_rules
+from jax_ppo.run.run_models import load_model_tokenizer
+from jax_ppo.runtime import distributed, heartbeat, signals
+from jax_ppo.storage.paths import expand_local_path
 from jax_ppo.types import Example
+
+_SCORE_FILE = "config.score.file"
 
 log = logging.getLogger(__name__)
 
@@ -110,3 +128,102 @@ def fingerprint_data(data: Data, training: PromptDataset) -> dict[str, Any]:
     """Return facts that JSON can hold and that differ if training rows or their order do."""
     weights = sources.source_weights(data.train_files, "config.data.train_files")
     return {**training.fingerprint, "weights": weights and list(weights)}
+
+
+def tokenize_run_prompts(
+    data: Data, tokenizer: Any, examples: list[Example], held_out_examples: list[Example]
+) -> tuple[PromptDataset, PromptDataset | None]:
+    """Return training prompts and held-out prompts as tokens.
+
+    Raise `UserError` for prompts that cannot be encoded, and if none is left.
+    """
+    encoding = make_encoding(data)
+
+    def tokenize(examples: list[Example], option: str) -> PromptDataset:
+        report_count = console.make_count_reporter("tokenizing", "prompt")
+
+        def on_progress(tokenized: int, total: int) -> None:
+            report_count(tokenized, total)
+            signals.raise_if_stopped(console.print_on_main)
+
+        return tokenize_prompts(examples, tokenizer, encoding, option, on_progress)
+
+    training = PromptDataset((), (), data.max_prompt_length)
+    if examples:
+        training = tokenize(examples, "config.data.train_files")
+    held_out = tokenize(held_out_examples, "config.data.val_files") if held_out_examples else None
+    return training, held_out
+
+
+def build_environment(
+    environment_class: Callable[..., Any],
+    options: MultiTurn,
+    tokenizer: Any,
+    training: PromptDataset,
+    held_out: PromptDataset | None,
+    chat_template: ChatTemplate = True,
+) -> tuple[PromptDataset, PromptDataset | None, HostEnvironment]:
+    """Return the prompts with rows that are numbered throughout, and the environment of these rows.
+
+    `environment_class` is the result of `load_environment_class`.
+    """
+    training = dataclasses.replace(training, first_row=0)
+    examples = list(training.examples)
+    if held_out is not None:
+        held_out = dataclasses.replace(held_out, first_row=len(training))
+        examples += held_out.examples
+    environment = make_environment(environment_class, options, tokenizer, examples, chat_template)
+    return training, held_out, environment
+
+
+def read_given_responses(config: Config, workdir: Path) -> tuple[GivenResponses, int, list[str]]:
+    """Read `score.file`; write the rows that cannot be used to refused.jsonl, and report them.
+
+    Returns:
+      The rows that can be used; the number of others; and the line about these, if there are any.
+
+    Raises:
+      UserError: a file as a whole cannot be read, or no row can be used.
+    """
+    folder = resolve_model_folder(config.model.path)
+    scores_any = config.score.reward_key or config.rewards_by_environment_alone
+    scores_any = scores_any or reward_functions.scores_any_row(config.reward)
+    tokenizer = load_model_tokenizer(config.model, folder, config.data.date)
+
+    def find_obstacle(example: Example) -> str:
+        """Return why no rule can score an example; "" if one can."""
+        if scores_any:
+            return ""
+        obstacles = row_rules.find_obstacles([example], config.reward.function, config.reward.terms)
+        return next(obstacles, "").removeprefix(f"{example.describe_location(1)}: ")
+
+    reader = ResponseReader(
+        tokenizer=tokenizer,
+        parse=make_parser(config.data, config.score.response_key).parse,
+        chat_template=chat_template(config.data),
+        vocab_size=min(read_architecture(folder).vocab_size, count_ids(tokenizer)),
+        max_prompt_length=config.data.max_prompt_length,
+        max_response_length=config.data.max_response_length,
+        reward_key=config.score.reward_key,
+        find_obstacle=find_obstacle,
+    )
+    rows, refused = [], list[RefusedRow]()
+    with heartbeat.activity("reading rows"):
+        for row in reader.read(expand_local_path(config.score.file, _SCORE_FILE), _SCORE_FILE):
+            if isinstance(row, RefusedRow):
+                refused.append(row)
+            else:
+                rows.append(row)
+    if distributed.is_main():
+        write_json_lines(workdir / "refused.jsonl", (row._asdict() for row in refused))
+    total = counted(len(rows) + len(refused), "row")
+    notes = []
+    if refused:
+        notes.append(
+            f"{len(refused)} of {total} refused (refused.jsonl), the first: "
+            f"{refused[0].location}: {refused[0].reason}"
+        )
+        console.print_on_main(f"warning: {notes[-1]}")
+    if not rows:
+        raise UserError(f"{_SCORE_FILE}={config.score.file!r}: no row of {total} is usable")
+    return GivenResponses.from_rows(rows, reader, _SCORE_FILE), len(refused), notes

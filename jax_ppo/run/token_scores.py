@@ -27,8 +27,8 @@ from jax_ppo.registries import ADVANTAGE_ESTIMATORS
 from jax_ppo.reporting import console
 from jax_ppo.run.build import build_run
 from jax_ppo.run.evaluation import response_rewards
-from jax_ppo.run.given_responses import read_given_responses
 from jax_ppo.run.parts import PPORun
+from jax_ppo.run.run_examples import read_given_responses
 from jax_ppo.run.standalone_evaluation import (
     find_checkpoint,
     load_models,

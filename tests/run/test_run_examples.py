@@ -5,7 +5,7 @@ import numpy as np
 from jax_ppo.config.rollout_options import MultiTurn
 from jax_ppo.data.tokenize_prompts import PromptDataset
 from jax_ppo.environments.calculator import Calculator
-from jax_ppo.run.run_prompts import build_environment
+from jax_ppo.run.run_examples import build_environment
 from jax_ppo.types import Example
 
 
