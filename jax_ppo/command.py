@@ -15,11 +15,11 @@ import pkgutil
 import shlex
 import signal
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from jax_ppo.config import command_line, parsing
-from jax_ppo.config.schema import Config, Score
+from jax_ppo.config.schema import Config, replace_options
 from jax_ppo.errors import UserError, exit_on_user_error, print_any_text
 from jax_ppo.runtime import signals
 
@@ -34,52 +34,29 @@ RUNNERS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """Options and function to run, as a command line asks for."""
-
-    options: Config  # the options
-    workdir: str | Path  # the folder to write to, or a gs:// address
-    runner: str  # "module:function", called with the resolved options and the folder
-    evaluates: bool = False  # refuse a work directory that has checkpoints
-    draws_curves: bool = True  # whether the loggers get the metrics of steps
-
-
 def run_command(arguments: list[str], command: str) -> None:
     """Read the options of a command and run it; exit with a one-line message on a user error.
 
     `arguments` are `sys.argv`; `command` is one of `RUNNERS`.
     """
-
-    def read_job() -> Job:
-        options, workdir = command_line.read_command_line(arguments, command)
-        if command == "score":
-            validate_score_file(options.score)
-        return Job(
-            options=options,
-            workdir=workdir,
-            runner=RUNNERS[command],
-            evaluates=command in ("evaluate", "score"),
-            draws_curves=command != "score",
-        )
-
-    run_job(read_job)
-
-
-def run_job(read_job: Callable[[], Job]) -> None:
-    """Read what a command line asks for and run it; exit with one line on a user error."""
     # Installed first, so that a signal ends the command in one line even while modules are loaded.
     with signals.handle_stop_signals(ends_process=True):
         with exit_on_user_error():
-            job = read_job()
+            options, workdir = command_line.read_command_line(arguments, command)
+            if command == "score":
+                from jax_ppo.data.response_rows import find_response_files
+                from jax_ppo.storage.paths import expand_local_path
+
+                option = "config.score.file"
+                find_response_files(expand_local_path(options.score.file, option), option)
             from jax_ppo.runtime import backends
 
             backends.require_settings()
             from jax_ppo.runtime import distributed, faults
 
-            distributed.initialize(job.options.distributed)
+            distributed.initialize(options.distributed)
         try:
-            faults.run_or_abort(lambda: _run(job))
+            faults.run_or_abort(lambda: _run(command, options, workdir))
         finally:
             # While Python exits, Ctrl-C would print a traceback of a library's exit handler.
             atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
@@ -132,8 +109,7 @@ def prepared_run(
         ):
             model, chosen_dtype = devices.resolve_dtype_here(options.model)
             [date, *_] = distributed.allgather_json(_run_date(options, folder, evaluates))
-            data = dataclasses.replace(options.data, date=date)
-            resolved = dataclasses.replace(options, model=model, data=data)
+            resolved = replace_options(options, {"model": model, "data.date": date})
 
             def write_options() -> None:
                 # A run's own stay until its resume is accepted; `Journal` writes them then.
@@ -186,25 +162,16 @@ def _explain_write_error(error: OSError, folder: Path, workdir: str | Path) -> U
     )
 
 
-def validate_score_file(options: Score) -> None:
-    """Raise `UserError` unless `score.file` names files that can be read."""
-    from jax_ppo.data.response_rows import find_response_files
-    from jax_ppo.storage.paths import expand_local_path
-
-    option = "config.score.file"
-    find_response_files(expand_local_path(options.file, option), option)
-
-
-def _run(job: Job) -> None:
+def _run(command: str, options: Config, workdir: str | Path) -> None:
+    """Run a command; `workdir` is the folder to write to, or a gs:// address."""
     from jax_ppo.reporting import console
     from jax_ppo.runtime import faults
 
-    options = job.options
     limited = faults.limit_stalls(options.distributed.stall_seconds)
-    prepared = prepared_run(options, job.workdir, job.evaluates)
+    prepared = prepared_run(options, workdir, evaluates=command in ("evaluate", "score"))
     with exit_on_user_error(), limited, prepared as (resolved, folder):
         try:
-            pkgutil.resolve_name(job.runner)(resolved, folder)
+            pkgutil.resolve_name(RUNNERS[command])(resolved, folder)
         # A user's function raised it: as the end of a run, the others would wait for this process.
         except (KeyboardInterrupt, SystemExit) as error:
             if signals.received_signal() is not None:
@@ -213,10 +180,9 @@ def _run(job: Job) -> None:
             raise UserError(
                 f"{error!r} was raised at {frame.filename}:{frame.lineno}, not by a signal"
             ) from error
-        console.print_on_main(f"report: {job.workdir}/report.html")
-        loggers = parsing.parse_names(options.trainer.logger)
-        if job.draws_curves and "tensorboard" in loggers:
-            console.print_on_main(describe_curves(job.workdir))
+        console.print_on_main(f"report: {workdir}/report.html")
+        if command != "score" and "tensorboard" in parsing.parse_names(options.trainer.logger):
+            console.print_on_main(describe_curves(workdir))
 
 
 def describe_curves(workdir: str | Path) -> str:

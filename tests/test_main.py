@@ -138,12 +138,13 @@ def test_a_warning_names_no_module(monkeypatch, capsys):
     """Regression: a library's format made it WARNING:jax_ppo.data.tokenize_prompts:..."""
     monkeypatch.setattr(logging.root, "handlers", [])
 
-    def read_job():
+    def read_options(arguments, name):
         logging.getLogger("jax_ppo.data.tokenize_prompts").warning("a row is dropped")
         raise UserError("no row is left")
 
+    monkeypatch.setattr(command.command_line, "read_command_line", read_options)
     with pytest.raises(SystemExit, match="no row is left"):
-        command.run_job(read_job)
+        command.run_command([], "train")
     assert capsys.readouterr().err == "warning: a row is dropped\n"
 
 
@@ -153,9 +154,11 @@ def test_an_end_of_python_that_no_signal_asked_for_is_an_error(raised, tmp_path,
     (tmp_path / "ends.py").write_text(f"def run(options, folder):\n    raise {raised}\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "ends", raising=False)
-    job = command.Job(tiny.config(), tmp_path / "work", runner="ends:run")
+    monkeypatch.setitem(command.RUNNERS, "train", "ends:run")
+    options = (tiny.config(), tmp_path / "work")
+    monkeypatch.setattr(command.command_line, "read_command_line", lambda *_: options)
     with pytest.raises(SystemExit) as ended:
-        command.run_job(lambda: job)
+        command.run_command([], "train")
     line = f"error: {raised} was raised at {tmp_path / 'ends.py'}:2, not by a signal"
     assert ended.value.code == line
 

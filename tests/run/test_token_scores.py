@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jax_ppo import command
-from jax_ppo.config import loading, schema
+from jax_ppo.config import loading
 from jax_ppo.errors import UserError
 from jax_ppo.run import ppo_training, token_scores
 from jax_ppo.run.token_scores import FIGURES, score_file
@@ -174,8 +174,9 @@ def test_groups_are_whole_and_adjacent():
 )
 def test_a_wrong_file_is_refused_before_anything_is_loaded(name, message, tmp_path):
     (tmp_path / "rows.jsonl").write_text("")
-    with pytest.raises(UserError, match=message):
-        command.validate_score_file(schema.Score(file=str(tmp_path / name)))
+    options = ["--config.model.path=model", f"--config.score.file={tmp_path / name}"]
+    with pytest.raises(SystemExit, match=message):
+        command.run_command(["score", "--config=arithmetic", *options], "score")
 
 
 def test_options_without_a_file_or_a_model_are_refused():
