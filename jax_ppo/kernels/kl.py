@@ -9,7 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from jax_ppo.kernels.masked_statistics import assert_one_shape, zero_outside
+from jax_ppo.kernels.masked_statistics import (
+    assert_one_shape,
+    difference_beyond_rounding,
+    zero_outside,
+)
 
 MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0
@@ -69,10 +73,13 @@ def kl_estimate(
       estimator: a function of d, which is 0 where mask is 0.
 
     Returns:
-      float32; 0 where mask is 0, and exactly 0 where logprobs == ref_logprobs.
+      float32; 0 where mask is 0, and exactly 0 where logprobs and ref_logprobs are equal up to
+      rounding.
     """
     assert_one_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, mask=mask)
-    log_ratio = zero_outside(logprobs, mask) - zero_outside(ref_logprobs, mask)
+    log_ratio = difference_beyond_rounding(
+        zero_outside(logprobs, mask), zero_outside(ref_logprobs, mask)
+    )
     return zero_outside(estimator(log_ratio), mask)
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Shaped
 
-from jax_ppo.kernels.masked_statistics import zero_outside
+from jax_ppo.kernels.masked_statistics import difference_beyond_rounding, zero_outside
 from jax_ppo.kernels.vocabulary_chunks import (
     NOT_SPLIT,
     ChunkOptions,
@@ -64,7 +64,7 @@ def full_kl(
 
     Returns:
       float32 [G, N] >= 0, in nats; 0 where mask = 0, and exactly 0 where hidden states and
-      unembeddings are equal.
+      unembeddings are equal up to rounding.
     """
     assert_widths(hidden_GxNxD, unembedding_VxD)
     assert_widths(ref_hidden_GxNxE, ref_unembedding_VxE)
@@ -100,7 +100,7 @@ def _full_kl(inputs: _Inputs, options: ChunkOptions) -> jax.Array:
         log_p = jax.nn.log_softmax(logits / options.temperature)
         log_q = jax.nn.log_softmax(ref_logits / options.temperature)
         p = jnp.exp(log_p)
-        d = log_p - log_q
+        d = difference_beyond_rounding(log_p, log_q)
         # Far from 0, exp(-d) would overflow where p is tiny, and no digits cancel there.
         terms = jnp.where(
             jnp.abs(d) < 1,
@@ -127,7 +127,7 @@ def _backward(options: ChunkOptions, inputs: _Inputs, kl_grad: jax.Array) -> tup
         ref_logits = chunk_logits(chunks.gather(ref_hidden, i), ref_weight, options)
         # Recomputed from hidden states: the forward pass keeps no distribution.
         log_p = jax.nn.log_softmax(logits / options.temperature)
-        d = log_p - jax.nn.log_softmax(ref_logits / options.temperature)
+        d = difference_beyond_rounding(log_p, jax.nn.log_softmax(ref_logits / options.temperature))
         # The softmax's gradient: the part of d that all tokens share has no effect.
         p = jnp.exp(log_p)
         excess = d - jnp.sum(p * d, axis=-1, keepdims=True)

@@ -33,9 +33,18 @@ def test_by_hand():
 
 
 def test_k3_keeps_its_digits_near_equality():
-    """exp(-d) - 1 + d in float32 is 0 or 6e-8 for d = 1e-4; the exact value is 5e-9."""
-    for d in (1e-2, 1e-3, 1e-4, -1e-4, -1e-3):
+    """exp(-d) - 1 + d in float32 is 0 or 6e-8 for d = 2e-4; the exact value is 2e-8."""
+    for d in (1e-2, 1e-3, 2e-4, -2e-4, -1e-3):
         np.testing.assert_allclose(estimate_at(d, "k3"), d * d / 2 - d**3 / 6, rtol=5e-3)
+
+
+def test_a_difference_of_rounding_is_zero_and_restrains_nothing():
+    """float32: 1,000 times 2^-23, which is 1.19e-4. k1 has the gradient 1 everywhere."""
+    assert estimate_at(1.19e-4, "k1") == 0 != estimate_at(1.2e-4, "k1")
+    for kind in ("abs", "k2", "k3", "k3+", "clamped"):
+        value_and_gradient = jax.value_and_grad(functools.partial(estimate_at, kind=kind))
+        assert value_and_gradient(1.19e-4) == (0, 0)
+        assert value_and_gradient(1.2e-4)[1] != 0
 
 
 def test_k3_of_a_huge_log_ratio_is_clamped_and_flat():
@@ -53,7 +62,7 @@ def test_k3_of_a_huge_log_ratio_is_clamped_and_flat():
 
 def test_k3_plus_has_the_value_of_k3_and_the_gradient_of_k2():
     slope = jax.jit(jax.grad(estimate_at), static_argnames="kind")
-    for d in (-1000.0, -2.0, 0.0, 1e-4, 0.5, 30.0):
+    for d in (-1000.0, -2.0, 0.0, 2e-4, 0.5, 30.0):
         assert estimate_at(d, "k3+") == estimate_at(d, "k3")
         assert slope(d, kind="k3+") == slope(d, kind="k2") == np.float32(d)  # also where k3 is flat
 

@@ -228,6 +228,7 @@ def zero_head(state):
 
 
 GROUPED = {"rollout__n": 4}
+ABSOLUTE = {"actor__use_kl_loss": True, "actor__kl_loss_type": "abs"}
 
 
 @pytest.mark.parametrize(
@@ -235,11 +236,12 @@ GROUPED = {"rollout__n": 4}
     [
         (0.0, {}, {}),
         (0.1, {"algorithm__lam": 1.0}, {}),
-        (0.1, {"algorithm__adv_estimator": "grpo", **GROUPED}, {}),
+        (0.1, {"algorithm__adv_estimator": "grpo", **GROUPED, "actor__use_kl_loss": True}, {}),
         *(
             pytest.param(*more, marks=pytest.mark.slow)
             for more in (
                 (0.1, {"algorithm__adv_estimator": "rloo", **GROUPED}, {}),
+                (0.1, {"algorithm__adv_estimator": "rloo", **GROUPED, **ABSOLUTE}, {}),
                 (0.1, {"algorithm__adv_estimator": "reinforce_plus_plus"}, {}),
                 (0.1, {"algorithm__adv_estimator": "reinforce_plus_plus_baseline", **GROUPED}, {}),
                 (0.1, {"reward__normalize": "running"}, {}),
