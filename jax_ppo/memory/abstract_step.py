@@ -18,7 +18,7 @@ from jax_ppo.ppo.advantages import figures_read
 from jax_ppo.ppo.mini_batches import RolloutPacking, make_packer
 from jax_ppo.ppo.rewarding import RuleScorer
 from jax_ppo.ppo.rollout_engine import make_engine, sampling_options
-from jax_ppo.ppo.samples.checkpointing import BATCHES_IN_POOL
+from jax_ppo.ppo.samples.source import BATCHES_IN_POOL
 from jax_ppo.ppo.step_parts import StepOptions, StepParts
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.runtime.compiled_programs import run_on_shapes

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax_ppo.config.schema import Data, RolloutOptions
 from jax_ppo.memory.memory_check import PPOMemory
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.ppo.samples.checkpointing import BATCHES_IN_POOL
+from jax_ppo.ppo.samples.source import BATCHES_IN_POOL
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.devices import read_memory_limit
 from jax_ppo.sampler.engine import SamplingOptions

@@ -17,7 +17,7 @@ from jax_ppo.memory.memory_estimate import ProgramMemory, estimate_memory
 from jax_ppo.memory.remedies import PossibleChanges, rank_remedies
 from jax_ppo.memory.step_flops import count_program_flops
 from jax_ppo.ppo.programs import StepProgram, find_step_program, planned_programs
-from jax_ppo.ppo.samples.checkpointing import BATCHES_IN_POOL
+from jax_ppo.ppo.samples.source import BATCHES_IN_POOL
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.devices import PEAK_RATES, bytes_per_device, resolve_dtype
 from jax_ppo.runtime.topologies import (

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax_ppo.data.prompt_batches import PromptBatch, PromptBatches
 from jax_ppo.ppo.reward_inputs import ModelInputs
 from jax_ppo.ppo.rewarding import RuleRewards, RuleScorer
-from jax_ppo.ppo.samples.choice import choose_source
+from jax_ppo.ppo.samples import choose_source
 from jax_ppo.ppo.step import take_ppo_step
 from jax_ppo.ppo.step_parts import StepParts
 from jax_ppo.runtime import sharding

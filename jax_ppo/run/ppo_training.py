@@ -13,7 +13,7 @@ from jax_ppo.config.schema import Config
 from jax_ppo.memory.memory_check import PPOMemory, explain_out_of_memory
 from jax_ppo.memory.step_flops import count_step_flops
 from jax_ppo.ppo.rewarding import FailedSteps
-from jax_ppo.ppo.samples.choice import choose_source
+from jax_ppo.ppo.samples import choose_source
 from jax_ppo.ppo.samples.source import SampleSource
 from jax_ppo.ppo.step import StepResult, take_ppo_step
 from jax_ppo.ppo.step_on_shapes import take_step_on_shapes

@@ -11,28 +11,26 @@ The oldest leave first and at most one batch enters per step, so these prompts f
 no response is ever dropped.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from jax_ppo.data.prompt_batches import PromptBatch, PromptBatches, make_batch
-from jax_ppo.ppo.samples.checkpointing import (
+from jax_ppo.ppo.samples.on_policy import newest_weights
+from jax_ppo.ppo.samples.selected import rows_of_groups, take_on_mesh
+from jax_ppo.ppo.samples.source import (
     BATCHES_IN_POOL,
     POOL,
+    SampledBatch,
+    SampleSource,
     are_rows,
-    describe_skipped_pool,
-    describe_skipped_rollout,
     lay_out,
     read_rollout,
     rollout_arrays,
 )
-from jax_ppo.ppo.samples.on_policy import newest_weights
-from jax_ppo.ppo.samples.sample_rows import rows_of_groups, take_on_mesh
-from jax_ppo.ppo.samples.source import SampledBatch
 from jax_ppo.ppo.step_parts import StepObserver, StepParts
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.compiled_programs import CompiledProgram, program, run_on_shapes
@@ -42,10 +40,11 @@ from jax_ppo.sampler.continuation import (
     begin_responses,
     has_ended,
 )
+from jax_ppo.sampler.engine import RolloutEngine
 from jax_ppo.sampler.other_mesh import ContinuingEngine, SeparateEngine
 from jax_ppo.sampler.sampling import sample_keys
 from jax_ppo.training.checkpoint import Checkpointer
-from jax_ppo.training.progress import Progress, former_values
+from jax_ppo.training.progress import former_values
 from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Prompts, Rollout
@@ -95,60 +94,33 @@ def entry_steps(batches: np.ndarray) -> np.ndarray:
     return np.maximum(batches - (BATCHES_IN_POOL - 1), 0)
 
 
-class ContinuedSource:
-    """Continues the responses of a pool, and takes the prompts whose responses are complete."""
+class ContinuedSource(SampleSource):
+    """Continues the responses of a pool, and takes the prompts whose responses are complete.
 
-    def __init__(self, parts: StepParts, batches: PromptBatches) -> None:
-        """Take the parts of a step, and the prompts of the next steps."""
-        self._parts = parts
-        self._batches = batches
-        # Waits for the pool that the next step continues, and returns it; `None` fills a new one.
-        self._await_pool: Callable[[], ResponsePool] | None = None
+    It leaves to the next step the pool of the others, which have been continued once more.
+    """
+
+    tree_name = POOL
 
     def take(self, state: TrainState, step: int, observer: StepObserver) -> SampledBatch:
         """Continue the pool until a step's responses are complete. See `SampleSource.take`."""
-        parts, options = self._parts, self._parts.step_options
-        n, count = options.rollout.n, options.prompts_per_step
+        parts, n = self._parts, self._parts.step_options.rollout.n
         pool = None
-        if self._await_pool is not None:
+        if self._await_left is not None:
             with observer.phase("rollout"):
-                pool = self._await_pool()
+                pool = self._await_left()
         pool = _fill(parts, pool, self._batches, step)
         version = placement.place(np.int32(step), sharding.replicated(parts.mesh))
-        rollout, draws = pool.rollout, pool.draws
-        drawn_before = placement.to_host(rollout.action_mask).sum()
-        slot_steps = 0
+        drawn_before = placement.to_host(pool.rollout.action_mask).sum()
         with newest_weights(parts, state, observer) as engine:
-            assert isinstance(engine, ContinuingEngine), "the options require it"
-            while True:
-                rollout, draws, taken = engine.continue_responses(
-                    rollout, draws, version, parts.sampling
-                )
-                slot_steps += int(placement.to_host(taken).sum())
-                ended = placement.to_host(_has_ended(rollout)).reshape(-1, n)
-                max_staleness = options.rollout.max_staleness
-                places = choose_prompts(ended, pool.batches, step, count, max_staleness)
-                if places is not None:
-                    break
-            drawn = placement.to_host(rollout.action_mask).sum() - drawn_before
+            pool, places, slot_steps = self._complete(engine, pool, version, step)
+            drawn = placement.to_host(pool.rollout.action_mask).sum() - drawn_before
             rows = rows_of_groups(places, n)
-            selected = take_on_mesh(parts.mesh, ({"rollout": rollout},), rows)
+            selected = take_on_mesh(parts.mesh, ({"rollout": pool.rollout},), rows)
             left = pool.prompts.copy()
             left[places] = EMPTY
-
-            def continue_others() -> ResponsePool:
-                continued = engine.continue_responses(rollout, draws, version, parts.sampling)
-                return ResponsePool(*continued[:2], left)
-
-            # The host does not wait for these tokens: rewards are computed while they are drawn.
-            if isinstance(engine, SeparateEngine):
-                (rollout, draws), version = engine.send((rollout, draws), version)
-                self._await_pool = engine.decode_ahead(continue_others).result
-            else:
-                others = continue_others()
-                self._await_pool = lambda: others
+            self._continue_others(engine, pool._replace(prompts=left), version)
         leaving = pool.prompts[places]
-        offsets = np.arange(len(rows)) % n
         note = ""
         if step + 1 == parts.total_steps:
             note = (
@@ -157,47 +129,68 @@ class ContinuedSource:
             )
         return SampledBatch(
             batch=make_batch(
-                parts.training, leaving[:, 0], count, parts.training.max_prompt_length
+                parts.training, leaving[:, 0], len(places), parts.training.max_prompt_length
             ),
             rollout=selected["rollout"],
             position=self._batches.position,
             metrics={"rollout/slot_use": drawn / slot_steps},
             addresses={
                 "step": np.repeat(leaving[:, 1], n),
-                "sample": np.repeat(leaving[:, 2], n) + offsets,
+                "sample": np.repeat(leaving[:, 2], n) + np.arange(len(rows)) % n,
             },
             note=note,
         )
 
-    def begin_next(self, state: TrainState, step: int, observer: StepObserver) -> None:
-        """Do nothing: the others continue already."""
+    def _complete(
+        self, engine: RolloutEngine, pool: ResponsePool, version: jax.Array, step: int
+    ) -> tuple[ResponsePool, np.ndarray, int]:
+        """Continue the pool until a step's prompts may leave it.
 
-    def checkpoint_trees(self) -> dict[str, Any]:
+        Returns:
+          The pool, their places in it, and how many tokens the slots could have drawn.
+        """
+        options, slot_steps = self._parts.step_options, 0
+        while True:
+            pool, taken = _continue_pool(engine, pool, version, self._parts)
+            slot_steps += int(placement.to_host(taken).sum())
+            ended = placement.to_host(_has_ended(pool.rollout)).reshape(-1, options.rollout.n)
+            places = choose_prompts(
+                ended,
+                pool.batches,
+                step,
+                options.prompts_per_step,
+                options.rollout.max_staleness,
+            )
+            if places is not None:
+                return pool, places, slot_steps
+
+    def _continue_others(
+        self, engine: RolloutEngine, pool: ResponsePool, version: jax.Array
+    ) -> None:
+        """Continue what stays: the host computes rewards meanwhile, and does not wait."""
+        parts = self._parts
+        if isinstance(engine, SeparateEngine):
+            (rollout, draws), version = engine.send((pool.rollout, pool.draws), version)
+            pool = ResponsePool(rollout, draws, pool.prompts)
+            self._await_left = engine.decode_ahead(
+                lambda: _continue_pool(engine, pool, version, parts)[0]
+            ).result
+        else:
+            others = _continue_pool(engine, pool, version, parts)[0]
+            self._await_left = lambda: others
+
+    def as_tree(self, left: ResponsePool) -> dict[str, Any]:
         """Return the pool that the next step continues."""
-        if self._await_pool is None:
-            return {}
-        return {POOL: pool_arrays(self._await_pool(), self._parts.mesh)}
+        replicated = sharding.replicated(self._parts.mesh)
+        prompts = placement.place(left.prompts.astype(np.int32), replicated)
+        return _pool_rows(left.rollout, left.draws) | {"prompts": prompts}
 
-    def restore(self, checkpoints: Checkpointer, progress: Progress) -> list[str]:
-        """Take over the unfinished responses of a checkpoint. See `SampleSource.restore`."""
-        lines = describe_skipped_rollout(checkpoints, progress.step)
-        saved = checkpoints.saved_tree(progress.step, POOL) if progress.step else None
-        if saved is None:
-            return lines
-        pool = self._restore_pool(saved, checkpoints, progress)
-        if pool is None:
-            return lines + describe_skipped_pool(checkpoints, progress.step)
-        self._await_pool = lambda: pool
-        return lines
-
-    def _restore_pool(
-        self, saved: dict[str, Any], checkpoints: Checkpointer, progress: Progress
+    def read_tree(
+        self, saved: dict[str, Any], checkpoints: Checkpointer, step: int
     ) -> ResponsePool | None:
-        """Return the pool of the saved tree; `None` if it does not fit this run."""
-        parts, options, step = self._parts, self._parts.step_options.rollout, progress.step
+        """Return the unfinished responses of a checkpoint. See `SampleSource.read_tree`."""
+        parts, options = self._parts, self._parts.step_options.rollout
         samples = BATCHES_IN_POOL * parts.samples
-        if not progress.position:  # changed data have reset it
-            return None
         read_rollout(saved["rollout"], step)  # raises if another version wrote it
         first = np.arange(parts.step_options.prompts_per_step)
         with run_on_shapes(lambda name, lowered, arguments: lowered.out_info):
@@ -218,6 +211,17 @@ class ContinuedSource:
         if not are_rows(rollout.prompts, np.repeat(entered, options.n), parts.training):
             return None
         return ResponsePool(rollout, DrawStates(**arrays["draws"]), prompts)
+
+
+def _continue_pool(
+    engine: RolloutEngine, pool: ResponsePool, version: jax.Array, parts: StepParts
+) -> tuple[ResponsePool, jax.Array]:
+    """Return the pool with more tokens, and how many the slots could have drawn."""
+    assert isinstance(engine, ContinuingEngine), "the options require it"
+    rollout, draws, taken = engine.continue_responses(
+        pool.rollout, pool.draws, version, parts.sampling
+    )
+    return ResponsePool(rollout, draws, pool.prompts), taken
 
 
 def _fill(
@@ -279,25 +283,15 @@ def _begin_on_mesh(
 _has_ended = CompiledProgram(has_ended)
 
 
-def pool_arrays(pool: ResponsePool, mesh: Mesh) -> dict[str, Any]:
-    """Return a pool as the tree of arrays that a checkpoint holds."""
-    prompts = placement.place(pool.prompts.astype(np.int32), sharding.replicated(mesh))
-    return _pool_rows(pool.rollout, pool.draws) | {"prompts": prompts}
-
-
 def _pool_rows(rollout: Rollout, draws: DrawStates) -> dict[str, Any]:
     """Return what a checkpoint holds of the samples of a pool."""
     return {"rollout": rollout_arrays(rollout), "draws": draws._asdict()}
 
 
-def _name(path: jax.tree_util.KeyPath) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
 def _row_shapes(tree: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the samples' rows in a checkpoint's tree, by name."""
-    return {
-        _name(path): tuple(x.shape[1:])
+    shapes = {
+        jax.tree_util.keystr(path, simple=True, separator="."): tuple(x.shape[1:])
         for path, x in jax.tree_util.tree_leaves_with_path(tree)
-        if _name(path) != "prompts"
     }
+    return {name: shape for name, shape in shapes.items() if name != "prompts"}

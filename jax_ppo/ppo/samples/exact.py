@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 from jax_ppo.ppo.forward_passes import forward_part_exactly, join_sequences
 from jax_ppo.ppo.mini_batches import PackedRows, sample_lengths
 from jax_ppo.ppo.samples.on_policy import newest_weights, sample_batch
-from jax_ppo.ppo.samples.source import IndependentSource, SampledBatch
+from jax_ppo.ppo.samples.source import SampledBatch, SampleSource
 from jax_ppo.ppo.step_parts import StepObserver, StepParts
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.compiled_programs import CompiledProgram, program
@@ -37,7 +37,7 @@ from jax_ppo.training.state import TrainState
 from jax_ppo.types import Rollout
 
 
-class ExactSource(IndependentSource):
+class ExactSource(SampleSource):
     """Samples from the newest weights, with the bits of the update's forward pass."""
 
     def take(self, state: TrainState, step: int, observer: StepObserver) -> SampledBatch:

@@ -1,4 +1,4 @@
-"""Sample the responses of a step from the newest weights, and wait for them."""
+"""Sample the responses of a step from the newest weights, or take them from files."""
 
 import contextlib
 from collections.abc import Iterator
@@ -6,20 +6,39 @@ from collections.abc import Iterator
 import jax
 
 from jax_ppo.data.prompt_batches import PromptBatches
-from jax_ppo.ppo.samples.source import IndependentSource, SampledBatch
+from jax_ppo.data.response_rows import GivenResponses
+from jax_ppo.ppo.rewarding import given_rewards
+from jax_ppo.ppo.samples.source import SampledBatch, SampleSource
 from jax_ppo.ppo.step_parts import StepObserver, StepParts
+from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.devices import release_freed_memory
 from jax_ppo.sampler.engine import RolloutEngine
 from jax_ppo.training.random_streams import training_stream
 from jax_ppo.training.state import TrainState
 
 
-class OnPolicySource(IndependentSource):
+class OnPolicySource(SampleSource):
     """Samples each step from the weights that it begins with."""
 
     def take(self, state: TrainState, step: int, observer: StepObserver) -> SampledBatch:
         """Start sampling. See `SampleSource.take`."""
         return sample_batch(self._parts, state, self._batches, step, observer)
+
+
+class GivenSource(SampleSource):
+    """Takes the next rows of the responses in files; samples nothing."""
+
+    def take(self, state: TrainState, step: int, observer: StepObserver) -> SampledBatch:
+        """Return the next rows, with their rewards if these are given, too."""
+        mesh, dataset = self._parts.mesh, self._parts.training
+        assert isinstance(dataset, GivenResponses), "the responses are given"
+        batch = next(self._batches)
+        layout = sharding.batch_rows(mesh, len(batch.examples))
+        rollout = placement.place(dataset.rollout(batch), layout)
+        rule_rewards = None
+        if dataset.has_rewards:
+            rule_rewards = given_rewards(mesh, dataset, batch, rollout)
+        return SampledBatch(batch, rollout, self._batches.position, rule_rewards)
 
 
 def sample_batch(

@@ -4,49 +4,44 @@ The devices sample while the host applies the rewards, or devices that only deco
 forward passes and update.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from jax_ppo.data.prompt_batches import PromptBatches
-from jax_ppo.ppo.samples.checkpointing import (
+from jax_ppo.ppo.samples.on_policy import sample_batch
+from jax_ppo.ppo.samples.source import (
     ROLLOUT,
+    SampledBatch,
+    SampleSource,
     are_rows,
-    describe_skipped_pool,
-    describe_skipped_rollout,
     lay_out,
     read_rollout,
     rollout_arrays,
 )
-from jax_ppo.ppo.samples.on_policy import sample_batch
-from jax_ppo.ppo.samples.source import SampledBatch
-from jax_ppo.ppo.step_parts import StepObserver, StepParts
+from jax_ppo.ppo.step_parts import StepObserver
 from jax_ppo.sampler.other_mesh import SeparateEngine
 from jax_ppo.training.checkpoint import Checkpointer
-from jax_ppo.training.progress import Progress
 from jax_ppo.training.random_streams import training_stream
 from jax_ppo.training.state import TrainState
 
 
-class OneStepAheadSource:
-    """Samples each step but the first from the weights before the last update."""
+class OneStepAheadSource(SampleSource):
+    """Samples each step but the first from the weights before the last update.
 
-    def __init__(self, parts: StepParts, batches: PromptBatches) -> None:
-        """Take the parts of a step, and the prompts of the next steps."""
-        self._parts = parts
-        self._batches = batches
-        # Waits for the samples of the next step, and returns them.
-        self._await_next: Callable[[], SampledBatch] | None = None
+    A checkpoint holds the batch sampled ahead: a resumed run could not sample it again, since the
+    checkpoint's weights are one update newer.
+    """
+
+    tree_name = ROLLOUT
 
     def take(self, state: TrainState, step: int, observer: StepObserver) -> SampledBatch:
         """Return what the step before has begun. See `SampleSource.take`."""
-        if self._await_next is None:
+        if self._await_left is None:
             return sample_batch(self._parts, state, self._batches, step, observer)
         with observer.phase("rollout"):
-            sampled = self._await_next()
-        self._await_next = None
+            sampled = self._await_left()
+        self._await_left = None
         return sampled
 
     def begin_next(self, state: TrainState, step: int, observer: StepObserver) -> None:
@@ -54,35 +49,18 @@ class OneStepAheadSource:
         if step + 1 < self._parts.total_steps:
             ahead = sample_batch(self._parts, state, self._batches, step + 1, observer)
             ahead = ahead._replace(weights_step=step)
-            self._await_next = lambda: ahead
+            self._await_left = lambda: ahead
 
-    def checkpoint_trees(self) -> dict[str, Any]:
+    def as_tree(self, left: SampledBatch) -> dict[str, Any]:
         """Return the rollout of the next step; its prompts are the next ones of the data."""
-        if self._await_next is None:
-            return {}
-        return {ROLLOUT: rollout_arrays(self._await_next().rollout)}
+        return rollout_arrays(left.rollout)
 
-    def restore(self, checkpoints: Checkpointer, progress: Progress) -> list[str]:
-        """Take over the batch that a run had sampled ahead. See `SampleSource.restore`.
-
-        The resumed run could not sample it again: the checkpoint's weights are one update newer.
-        """
-        lines = describe_skipped_pool(checkpoints, progress.step)
-        saved = checkpoints.saved_tree(progress.step, ROLLOUT) if progress.step else None
-        if saved is None:
-            return lines
-        sampled = self._restore_batch(saved, checkpoints, progress)
-        if sampled is None:
-            return lines + describe_skipped_rollout(checkpoints, progress.step)
-        self._await_next = lambda: sampled
-        return lines
-
-    def _restore_batch(
-        self, saved: dict[str, Any], checkpoints: Checkpointer, progress: Progress
+    def read_tree(
+        self, saved: dict[str, Any], checkpoints: Checkpointer, step: int
     ) -> SampledBatch | None:
-        """Return the batch of the saved tree; `None` if it does not fit this run."""
+        """Return the batch that a run had sampled ahead. See `SampleSource.read_tree`."""
         parts, batches, options = self._parts, self._batches, self._parts.sampling
-        step, position, n = progress.step, batches.position, parts.step_options.rollout.n
+        position, n = batches.position, parts.step_options.rollout.n
         samples = parts.step_options.prompts_per_step * n
         has_turns = options.environment is not None
         optional = {
@@ -90,11 +68,9 @@ class OneStepAheadSource:
             "turn_rewards": has_turns,
             "turn_starts": has_turns,
         }
-        # Position 0: the data have changed, and the rollout's prompts are gone.
-        fits = progress.position > 0
-        fits &= saved["responses"].shape == (samples, options.max_response_length)
-        fits &= optional == {name: name in saved for name in optional}
-        if not fits:
+        if saved["responses"].shape != (samples, options.max_response_length):
+            return None
+        if optional != {name: name in saved for name in optional}:
             return None
         # `slot_steps` has one number per queue of the decoder, and this mesh may have others.
         shapes = lay_out(saved, parts.mesh, samples, replicated="slot_steps")
@@ -141,4 +117,4 @@ class BesideUpdateSource(OneStepAheadSource):
             rollout = engine.generate(prompts, key, parts.sampling)
             return SampledBatch(batch, rollout, position, weights_step=step)
 
-        self._await_next = engine.decode_ahead(sample).result
+        self._await_left = engine.decode_ahead(sample).result

@@ -12,29 +12,21 @@ import collections
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
-from jax_ppo.data.prompt_batches import PromptBatches, make_batch
+from jax_ppo.data.prompt_batches import make_batch
 from jax_ppo.errors import UserError
 from jax_ppo.kernels.masked_statistics import ROUNDING
 from jax_ppo.ppo.rewarding import RuleRewards
 from jax_ppo.ppo.samples.on_policy import sample_batch
-from jax_ppo.ppo.samples.sample_rows import rows_of_groups, take_on_mesh
-from jax_ppo.ppo.samples.source import IndependentSource, SampledBatch
+from jax_ppo.ppo.samples.source import SampledBatch, SampleSource
 from jax_ppo.ppo.step_parts import StepObserver, StepParts
-from jax_ppo.runtime import placement
+from jax_ppo.runtime import placement, sharding
+from jax_ppo.runtime.compiled_programs import program
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Prompts, Rollout, with_nan
-
-
-class SelectedSource(IndependentSource):
-    """Samples from the newest weights until a step has enough, and selects them by rewards."""
-
-    def take(self, state: TrainState, step: int, observer: StepObserver) -> SampledBatch:
-        """Sample, score and select. See `SampleSource.take`."""
-        sampled = sample_selected_batch(self._parts, state, self._batches, step, observer)
-        return sampled._replace(weights_step=step)
 
 
 class Selected(NamedTuple):
@@ -48,47 +40,47 @@ class Selected(NamedTuple):
     prompts: np.ndarray  # int [G], rows of the data set
 
 
-def sample_selected_batch(
-    parts: StepParts, state: TrainState, batches: PromptBatches, step: int, observer: StepObserver
-) -> SampledBatch:
-    """Sample and score responses until a step has its samples; return them with their rewards."""
-    filters = parts.step_options.experience.algorithm.filter_groups
-    selected: Selected | None = None
-    draws: list[RuleRewards] = []
-    # Of all draws: groups with equal rewards, sampled tokens, and those that slots could sample.
-    counts: collections.Counter[str] = collections.Counter()
-    filled = 0
-    max_draws = filters.max_num_gen_batches if filters.enable else 1
-    for draw in range(max_draws):
-        sampled = sample_batch(parts, state, batches, step, observer, draw)
-        with observer.phase("rollout"):
-            jax.block_until_ready(sampled.rollout.lengths)
-        with observer.phase("reward"):
-            rewards = parts.rules.score(sampled.batch, sampled.rollout)
-        drawn, differs = _select_responses(parts, sampled, rewards, draw)
-        draws.append(rewards)
-        counts["uniform groups"] += int((~differs).sum())
-        counts["tokens"] += int(placement.to_host(sampled.rollout.action_mask).sum())
-        if sampled.rollout.slot_steps is not None:
-            counts["slot steps"] += int(placement.to_host(sampled.rollout.slot_steps).sum())
-        if not filters.enable:
-            selected = drawn
-            break
-        # Places that earlier draws have filled stay; the others are chosen again.
-        groups, filled = choose_groups(differs, filled)
-        if selected is None:
-            selected = drawn
-        selected = _merge(parts.mesh, selected, drawn, groups)
-        if filled == len(groups):
-            break
-    assert selected is not None, "there is at least one draw"
-    metrics = {
-        "rollout/draws": len(draws),
-        "rollout/uniform_groups": (counts["uniform groups"] / (len(draws) * len(selected.prompts))),
-    }
-    if counts["slot steps"]:
-        metrics["rollout/slot_use"] = counts["tokens"] / counts["slot steps"]
-    return _as_batch(parts, selected, draws, metrics, batches.position)
+class SelectedSource(SampleSource):
+    """Samples from the newest weights until a step has enough, and selects them by rewards."""
+
+    def take(self, state: TrainState, step: int, observer: StepObserver) -> SampledBatch:
+        """Sample, score and select. See `SampleSource.take`."""
+        parts, batches = self._parts, self._batches
+        filters = parts.step_options.experience.algorithm.filter_groups
+        selected: Selected | None = None
+        draws: list[RuleRewards] = []
+        # Of all draws: groups with equal rewards, tokens, and those that slots could sample.
+        counts: collections.Counter[str] = collections.Counter()
+        filled = 0
+        for draw in range(filters.max_num_gen_batches if filters.enable else 1):
+            sampled = sample_batch(parts, state, batches, step, observer, draw)
+            with observer.phase("rollout"):
+                jax.block_until_ready(sampled.rollout.lengths)
+            with observer.phase("reward"):
+                rewards = parts.rules.score(sampled.batch, sampled.rollout)
+            drawn, differs = _select_responses(parts, sampled, rewards, draw)
+            draws.append(rewards)
+            counts["uniform groups"] += int((~differs).sum())
+            counts["tokens"] += int(placement.to_host(sampled.rollout.action_mask).sum())
+            if sampled.rollout.slot_steps is not None:
+                counts["slot steps"] += int(placement.to_host(sampled.rollout.slot_steps).sum())
+            if not filters.enable:
+                selected = drawn
+                break
+            # Places that earlier draws have filled stay; the others are chosen again.
+            groups, filled = choose_groups(differs, filled)
+            selected = _choose(parts.mesh, (selected or drawn, drawn), groups)
+            if filled == len(groups):
+                break
+        assert selected is not None, "there is at least one draw"
+        metrics = {
+            "rollout/draws": len(draws),
+            "rollout/uniform_groups": counts["uniform groups"] / (len(draws) * len(differs)),
+        }
+        if counts["slot steps"]:
+            metrics["rollout/slot_use"] = counts["tokens"] / counts["slot steps"]
+        sampled = _as_batch(parts, selected, draws, batches.position)
+        return sampled._replace(metrics=metrics, weights_step=step)
 
 
 def choose_groups(differs: np.ndarray, filled: int) -> tuple[np.ndarray, int]:
@@ -138,22 +130,15 @@ def is_uniform(figures_Gxk: np.ndarray) -> np.ndarray:
     return highest - lowest <= ROUNDING * size
 
 
-def _rollout_arrays(rollout: Rollout) -> dict[str, Any]:
-    """Return the arrays of a rollout that have a row per sample, without the prompts."""
-    return {
-        name: value
-        for name, value in vars(rollout).items()
-        if name not in ("prompts", "slot_steps")
-    }
-
-
 def _select_responses(
     parts: StepParts, sampled: SampledBatch, rewards: RuleRewards, draw: int
 ) -> tuple[Selected, np.ndarray]:
     """Return the selected responses of a draw, and bool [G], which groups' rewards differ."""
     options = parts.step_options
     prompts = sampled.batch.indices
-    arrays = _rollout_arrays(sampled.rollout)
+    # Arrays that have a row per sample; the prompts are placed again.
+    left_out = ("prompts", "slot_steps")
+    arrays = {name: x for name, x in vars(sampled.rollout).items() if name not in left_out}
     arrays |= {"scores": rewards.scores, "correct": rewards.correct}
     scores = placement.to_host(rewards.scores)
     if rewards.steps is not None:
@@ -181,22 +166,39 @@ def _select_responses(
     return selected, ~is_uniform(figures_Gxk)
 
 
-def _merge(mesh: Mesh, selected: Selected, drawn: Selected, groups: np.ndarray) -> Selected:
-    """Return the groups with these indices, counted through `selected` and then `drawn`."""
-    rows = rows_of_groups(groups, len(drawn.addresses) // len(groups))
+def _choose(mesh: Mesh, pools: tuple[Selected, ...], groups: np.ndarray) -> Selected:
+    """Return the groups with these indices, counted through all pools."""
+    rows = rows_of_groups(groups, len(pools[0].addresses) // len(groups))
     return Selected(
-        arrays=take_on_mesh(mesh, (selected.arrays, drawn.arrays), rows),
-        addresses=np.concatenate([selected.addresses, drawn.addresses])[rows],
-        prompts=np.concatenate([selected.prompts, drawn.prompts])[groups],
+        arrays=take_on_mesh(mesh, tuple(x.arrays for x in pools), rows),
+        addresses=np.concatenate([x.addresses for x in pools])[rows],
+        prompts=np.concatenate([x.prompts for x in pools])[groups],
     )
 
 
+def rows_of_groups(groups: np.ndarray, n: int) -> np.ndarray:
+    """Return the rows of the n samples of each group."""
+    return (groups[:, None] * n + np.arange(n)).ravel()
+
+
+def take_on_mesh(mesh: Mesh, pools: tuple[dict[str, Any], ...], rows: np.ndarray) -> dict[str, Any]:
+    """Return rows, int [r], of the concatenated arrays of all pools, [N, ...] each."""
+    placed = placement.place(rows.astype(np.int32), sharding.replicated(mesh))
+    return _take_rows(pools, placed, sharding.batch_rows(mesh, len(rows)))
+
+
+@program(static_argnames=("layout",))
+def _take_rows(
+    pools: tuple[dict[str, Any], ...], rows: jax.Array, layout: NamedSharding
+) -> dict[str, Any]:
+    def take(*arrays: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(jnp.concatenate(arrays)[rows], layout)
+
+    return jax.tree.map(take, *pools)
+
+
 def _as_batch(
-    parts: StepParts,
-    selected: Selected,
-    draws: list[RuleRewards],
-    metrics: dict[str, float],
-    position: int,
+    parts: StepParts, selected: Selected, draws: list[RuleRewards], position: int
 ) -> SampledBatch:
     """Return the selected samples as a batch with its rewards."""
     arrays = dict(selected.arrays)
@@ -226,7 +228,6 @@ def _as_batch(
         rollout=Rollout(prompts=parts.place_prompts(prompts), **arrays),
         position=position,
         rule_rewards=rewards,
-        metrics=metrics,
         addresses=dict(zip(("draw", "sample"), selected.addresses.T, strict=True)),
     )
 

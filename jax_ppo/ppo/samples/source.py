@@ -1,18 +1,31 @@
-"""The contract between a PPO step and what gives it samples."""
+"""The contract between a PPO step and what gives it samples, and what a checkpoint holds of these.
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+A source may leave one tree to the next step: a batch sampled ahead, or responses that continue.
+"""
 
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jax_ppo.data.prompt_batches import PromptBatch, PromptBatches
+from jax_ppo.data.tokenize_prompts import PromptDataset
+from jax_ppo.errors import UserError
 from jax_ppo.ppo.rewarding import RuleRewards
-from jax_ppo.ppo.samples.checkpointing import describe_skipped_samples
 from jax_ppo.ppo.step_parts import StepObserver, StepParts
+from jax_ppo.runtime import placement, sharding
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.progress import Progress
 from jax_ppo.training.state import TrainState
-from jax_ppo.types import Rollout
+from jax_ppo.types import Prompts, Rollout
+
+# The names of these trees in a checkpoint, which holds at most one.
+ROLLOUT = "rollout"
+POOL = "pool"
+BATCHES_IN_POOL = 2  # of prompts
 
 
 class SampledBatch(NamedTuple):
@@ -32,37 +45,106 @@ class SampledBatch(NamedTuple):
     note: str = ""  # a line for the user
 
 
-class SampleSource(Protocol):
-    """Gives each step its samples, and knows what it leaves to the next one."""
+class SampleSource:
+    """Gives each step its samples, and knows what it leaves to the next one: nothing by default."""
+
+    tree_name = ""  # of what it leaves to the next step, in a checkpoint
+
+    def __init__(self, parts: StepParts, batches: PromptBatches) -> None:
+        """Take the parts of a step, and the prompts of the next steps."""
+        self._parts = parts
+        self._batches = batches
+        # Waits for what the step before has left, and returns it; `None` if it has left nothing.
+        self._await_left: Callable[[], Any] | None = None
 
     def take(self, state: TrainState, step: int, observer: StepObserver) -> SampledBatch:
         """Return the samples of a step, numbered from 0, without waiting for them if possible."""
+        raise NotImplementedError
 
     def begin_next(self, state: TrainState, step: int, observer: StepObserver) -> None:
         """Begin the samples of the next step; called in `step` where devices would idle."""
 
     def checkpoint_trees(self) -> dict[str, Any]:
         """Return what the next step starts from as trees of arrays, by their names."""
+        return {self.tree_name: self.as_tree(self._await_left())} if self._await_left else {}
+
+    def as_tree(self, left: Any) -> dict[str, Any]:
+        """Return what a step has left as the tree that a checkpoint holds."""
+        raise NotImplementedError
 
     def restore(self, checkpoints: Checkpointer, progress: Progress) -> list[str]:
         """Take over what a checkpoint holds for the next step; return lines for the user."""
+        lines = []
+        for name in (POOL, ROLLOUT):
+            saved = checkpoints.saved_tree(progress.step, name) if progress.step else None
+            if saved is None:
+                continue
+            left = None
+            # Position 0: the data have changed, and the prompts are gone.
+            if name == self.tree_name and progress.position:
+                left = self.read_tree(saved, checkpoints, progress.step)
+            if left is None:
+                lines.append(_describe_skipped(name, saved))
+            else:
+                self._await_left = lambda left=left: left
+        return lines
+
+    def read_tree(self, saved: dict[str, Any], checkpoints: Checkpointer, step: int) -> Any:
+        """Return what `as_tree` took, from a checkpoint; `None` if it does not fit this run.
+
+        `saved` has the shapes of the tree.
+        """
+        raise NotImplementedError
 
 
-class IndependentSource:
-    """A source that leaves nothing to the next step."""
+def _describe_skipped(name: str, saved: dict[str, Any]) -> str:
+    if name == ROLLOUT:
+        return (
+            "the checkpoint's responses that were sampled one step ahead do not fit this run's "
+            "data and options; their prompts are sampled anew"
+        )
+    return (
+        f"the checkpoint's unfinished responses to {saved['prompts'].shape[0] // BATCHES_IN_POOL} "
+        "prompts do not fit this run's data and options; these prompts are skipped"
+    )
 
-    def __init__(self, parts: StepParts, batches: PromptBatches) -> None:
-        """Take the parts of a step, and the prompts of the next steps."""
-        self._parts = parts
-        self._batches = batches
 
-    def begin_next(self, state: TrainState, step: int, observer: StepObserver) -> None:
-        """Do nothing."""
+def are_rows(prompts: Prompts, rows: np.ndarray, training: PromptDataset) -> bool:
+    """Return whether prompts [N, P] are what rows of the data, int [N], are now; -1 is any prompt.
 
-    def checkpoint_trees(self) -> dict[str, Any]:
-        """Return no tree."""
-        return {}
+    The fingerprint of the data does not say it: they may be in another order since the checkpoint,
+    or have another chat template, which may also write the date.
+    """
+    tokens, lengths = map(placement.to_host, (prompts.tokens, prompts.lengths))
+    return len(rows) == len(tokens) and all(
+        row < 0 or np.array_equal(tokens[i, : lengths[i]], training.tokens[row])
+        for i, row in enumerate(rows)
+    )
 
-    def restore(self, checkpoints: Checkpointer, progress: Progress) -> list[str]:
-        """Return lines about the samples of the checkpoint, which are not used."""
-        return describe_skipped_samples(checkpoints, progress.step)
+
+def rollout_arrays(rollout: Rollout) -> dict[str, Any]:
+    """Return a rollout as the tree of arrays that a checkpoint holds."""
+    arrays = {name: value for name, value in vars(rollout).items() if value is not None}
+    prompts = {name: value for name, value in vars(rollout.prompts).items() if value is not None}
+    return {**arrays, "prompts": prompts}
+
+
+def read_rollout(arrays: dict[str, Any], step: int) -> Rollout:
+    """Return the rollout of a checkpoint; raise `UserError` if another version wrote it."""
+    if unknown := sorted(arrays.keys() - {field.name for field in dataclasses.fields(Rollout)}):
+        raise UserError(
+            f"checkpoint {step}: its responses are of another version of jax_ppo, with "
+            f"{', '.join(unknown)}; resume with that version"
+        )
+    return Rollout(**arrays | {"prompts": Prompts(**arrays["prompts"])})
+
+
+def lay_out(saved: Any, mesh: Mesh, samples: int, replicated: str) -> Any:
+    """Return the shapes of a saved tree: the mesh splits its rows, except for one named array's."""
+    rows, everywhere = sharding.batch_rows(mesh, samples), sharding.replicated(mesh)
+
+    def shape(path: jax.tree_util.KeyPath, x: Any) -> jax.ShapeDtypeStruct:
+        layout = everywhere if jax.tree_util.keystr(path, simple=True) == replicated else rows
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
+
+    return jax.tree_util.tree_map_with_path(shape, saved)

@@ -10,9 +10,9 @@ import pytest
 import tiny
 from jax_ppo.data.prompt_batches import PromptBatches
 from jax_ppo.errors import UserError
-from jax_ppo.ppo.samples.checkpointing import ROLLOUT, read_rollout, rollout_arrays
 from jax_ppo.ppo.samples.on_policy import OnPolicySource
 from jax_ppo.ppo.samples.one_step_ahead import OneStepAheadSource
+from jax_ppo.ppo.samples.source import ROLLOUT, read_rollout, rollout_arrays
 from jax_ppo.sampler.continuation import begin_responses
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.training.progress import Progress
