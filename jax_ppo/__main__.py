@@ -29,7 +29,7 @@ usage: {program} COMMAND --config=FILE[:ARG] [--config.OPTION=VALUE ...] [--work
 {program} COMMAND --help prints the options.
 
 to begin with:
-  {program} train --config=arithmetic      PPO from scratch, in minutes, without a download
+  {program} train --config=arithmetic      PPO in a minute, without a download
   {program} check FILE --config=gsm8k      describe your own data
   {program} train --config=gsm8k:smoke     a recipe with a small model; then without :smoke
 """
