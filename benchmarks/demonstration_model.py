@@ -17,7 +17,6 @@ from pathlib import Path
 
 import jax
 
-from jax_ppo.demonstration.arithmetic import generate_worked_solutions
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.save import export_checkpoint
@@ -25,6 +24,7 @@ from jax_ppo.models.transformer import Transformer
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "harness"))
 from trained_tokenizer import train_tokenizer  # noqa: E402
+from worked_solutions import generate_worked_solutions  # noqa: E402
 
 EXAMPLES = 8_192
 VOCABULARY = 176  # tokens, which a mesh of up to 16 devices can split

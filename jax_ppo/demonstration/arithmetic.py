@@ -15,11 +15,9 @@ import numpy as np
 from jax_ppo.types import Example
 
 SPLITS = ("train", "heldout")
-GUESS_ACCURACY = 0.15  # probability that an answer without a worked solution is right
 
 # Seeds of separate random streams: index 5 of one does not draw the numbers of the other.
 _PROBLEM_STREAM = 101
-_SOLUTION_STREAM = 202
 _SUM_STREAM = 303
 _CALCULATION_STREAM = 404
 
@@ -131,55 +129,15 @@ def generate_arithmetic_examples(count: int, split: str = "train", seed: int = 0
     return examples
 
 
-def generate_worked_solutions(count: int, careful_share: float, seed: int) -> list[tuple[str, str]]:
-    """Return training problems 0 .. count - 1, each with a response, for fine-tuning.
-
-    A model that is trained on them knows the format of an answer but seldom solves step by step:
-    with probability `careful_share` a response is a worked solution, which is right. The others
-    answer at once: right with probability GUESS_ACCURACY, otherwise off by 1 to 3. The caller adds
-    the end-of-sequence token.
-    """
-    pairs = []
-    for index in range(count):
-        problem = generate_problem(index, "train")
-        rng = np.random.default_rng([_SOLUTION_STREAM, seed, index])
-        if rng.random() < careful_share:
-            response = problem.worked_solution
-        else:
-            response = f"#### {_guess_answer(problem.answer, rng)}"
-        pairs.append((problem.prompt, response))
-    return pairs
-
-
-def _guess_answer(answer: int, rng: np.random.Generator) -> int:
-    """Return the answer with probability GUESS_ACCURACY, otherwise one that is off by 1 to 3."""
-    if rng.random() < GUESS_ACCURACY:
-        return answer
-    # Near misses: a wrong answer should look like a plausible one.
-    candidates = [guess for off in (1, 2, 3) for guess in (answer - off, answer + off)]
-    return int(rng.choice([guess for guess in candidates if guess >= 0]))
-
-
 @functools.cache
 def _split_operands(signs: str, split: str) -> list[tuple[int, int, int]]:
     """Return the operand triples of a split that keep both steps within one digit."""
     digits = range(1, 10)
     triples = [(a, b, c) for a in digits for b in digits for c in digits]
-    return [
-        numbers
-        for numbers in triples
-        if _is_held_out(numbers) == (split == "heldout") and _has_one_digit_results(numbers, signs)
-    ]
-
-
-def _has_one_digit_results(numbers: tuple[int, int, int], signs: str) -> bool:
-    problem = Problem(numbers=numbers, signs=signs, question="")
-    return 0 <= problem.intermediate <= 9 and 0 <= problem.answer <= 9
-
-
-def _is_held_out(numbers: tuple[int, int, int]) -> bool:
-    """Return True for one triple in eight, whatever the operators."""
-    return zlib.crc32(bytes(numbers)) % 8 == 0
+    # One triple in eight is held out, whatever the operators.
+    chosen = [x for x in triples if (zlib.crc32(bytes(x)) % 8 == 0) == (split == "heldout")]
+    problems = [Problem(numbers=numbers, signs=signs, question="") for numbers in chosen]
+    return [p.numbers for p in problems if 0 <= p.intermediate <= 9 and 0 <= p.answer <= 9]
 
 
 def generate_sum_examples(count: int, split: str = "train", seed: int = 0) -> list[Example]:

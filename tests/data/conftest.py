@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from jax_ppo.demonstration import arithmetic
 from trained_tokenizer import train_tokenizer
+from worked_solutions import generate_worked_solutions
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -29,10 +29,7 @@ def real_data():
 def trained(tmp_path_factory):
     """Return a tokenizer trained on worked examples, and its folder."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    texts = [
-        prompt + response
-        for prompt, response in arithmetic.generate_worked_solutions(500, 0.25, seed=0)
-    ]
+    texts = [prompt + response for prompt, response in generate_worked_solutions(500, 0.25, seed=0)]
     return train_tokenizer(texts, 256, folder), folder
 
 

@@ -19,11 +19,12 @@ from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
 from jax_ppo.ppo.rollout_engine import make_stop_search
 from trained_tokenizer import train_tokenizer
+from worked_solutions import generate_worked_solutions
 
 
 def test_trained_tokenizer_round_trips(trained):
     made, _ = trained
-    for prompt, response in arithmetic.generate_worked_solutions(300, 0.5, seed=9):
+    for prompt, response in generate_worked_solutions(300, 0.5, seed=9):
         assert made.decode(made.encode(prompt + response)) == prompt + response
         assert made.encode(prompt) + made.encode(response) == made.encode(prompt + response)
 
@@ -177,7 +178,7 @@ TEXT = "Ana has 3 apples.\n\n  She buys 12 \u00e9clairs."
 
 
 def test_a_byte_level_vocabulary(tmp_path):
-    texts = [text for pair in arithmetic.generate_worked_solutions(50, 0.5, 0) for text in pair]
+    texts = [text for pair in generate_worked_solutions(50, 0.5, 0) for text in pair]
     tokenizer = train_tokenizer(texts, 600, tmp_path)
     contents = token_bytes(tokenizer, "config.rollout.stop")
     ids = tokenizer.encode(TEXT)

@@ -4,6 +4,7 @@ import pytest
 
 from jax_ppo.demonstration import arithmetic, stories
 from jax_ppo.environments.calculator import calculate
+from worked_solutions import generate_worked_solutions
 
 
 def find_numbers(prompt):
@@ -68,7 +69,7 @@ def test_every_careful_solution_is_right():
 
 
 def test_worked_examples_have_the_shares_they_promise():
-    pairs = arithmetic.generate_worked_solutions(4000, 0.25, seed=3)
+    pairs = generate_worked_solutions(4000, 0.25, seed=3)
     answers = {e.prompt: e.ground_truth for e in arithmetic.generate_arithmetic_examples(4000)}
     careful = [(p, r) for p, r in pairs if "=" in r]
     hasty = [(p, r) for p, r in pairs if "=" not in r]
@@ -80,8 +81,8 @@ def test_worked_examples_have_the_shares_they_promise():
     assert all(0 <= int(r[5:]) and abs(int(r[5:]) - int(answers[p])) <= 3 for p, r in hasty)
     assert (
         pairs
-        == arithmetic.generate_worked_solutions(4000, 0.25, seed=3)
-        != arithmetic.generate_worked_solutions(4000, 0.25, seed=4)
+        == generate_worked_solutions(4000, 0.25, seed=3)
+        != generate_worked_solutions(4000, 0.25, seed=4)
     )
 
 
@@ -90,7 +91,7 @@ def test_how_a_problem_is_solved_does_not_follow_from_the_problem():
 
     Problems with a small first number were the ones solved carefully.
     """
-    pairs = arithmetic.generate_worked_solutions(4000, 0.25, seed=0)
+    pairs = generate_worked_solutions(4000, 0.25, seed=0)
     for kind in ((1, 2, 3), (4, 5, 6), (7, 8, 9)):
         careful = ["=" in response for prompt, response in pairs if find_numbers(prompt)[0] in kind]
         assert sum(careful) / len(careful) == pytest.approx(0.25, abs=0.05)

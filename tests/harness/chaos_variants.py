@@ -4,8 +4,8 @@ import dataclasses
 import json
 from pathlib import Path
 
-from jax_ppo.demonstration import arithmetic
 from llama_folder import write_llama
+from worked_solutions import generate_worked_solutions
 
 CONFIG = '''
 """A tiny run."""
@@ -152,9 +152,7 @@ VARIANTS = {
 def write_inputs(folder: Path) -> None:
     """Write the model, the data, the reward function and the configuration files."""
     (folder / "temporary").mkdir(parents=True)
-    texts = [
-        prompt + response for prompt, response in arithmetic.generate_worked_solutions(200, 0.5, 0)
-    ]
+    texts = [prompt + response for prompt, response in generate_worked_solutions(200, 0.5, 0)]
     write_llama(folder, texts, tokens=192)
     (folder / "reward.py").write_text(REWARD)
     (folder / "environment.py").write_text(ENVIRONMENT)

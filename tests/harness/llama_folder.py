@@ -8,11 +8,11 @@ from typing import Any
 import jax
 
 import tiny
-from jax_ppo.demonstration import arithmetic
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
 from trained_tokenizer import train_tokenizer
+from worked_solutions import generate_worked_solutions
 
 
 def write_llama(
@@ -53,6 +53,6 @@ def write_llama(
 
 def write_arithmetic_llama(folder: Path, **changes: Any) -> Path:
     """Write a Llama with a tokenizer of worked solutions; return its folder."""
-    pairs = arithmetic.generate_worked_solutions(100, 0.5, 0)
+    pairs = generate_worked_solutions(100, 0.5, 0)
     write_llama(folder, ["".join(pair) for pair in pairs], 192, **changes)
     return folder / "llama"

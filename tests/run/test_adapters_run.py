@@ -11,7 +11,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from jax_ppo.config import command_line, schema
-from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.peft import save_adapters
 from jax_ppo.models.lora import Lora, init_adapters
@@ -19,6 +18,7 @@ from jax_ppo.run import ppo_training
 from llama_folder import write_llama
 from trained_tokenizer import train_tokenizer
 from whole_run import read_evaluations, read_steps, run_python
+from worked_solutions import generate_worked_solutions
 
 CONFIG = """
 from jax_ppo.config import default_config
@@ -49,9 +49,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     The reward model's adapters belong to the same Llama.
     """
     folder = tmp_path_factory.mktemp("lora")
-    texts = [
-        prompt + response for prompt, response in arithmetic.generate_worked_solutions(200, 0.5, 0)
-    ]
+    texts = [prompt + response for prompt, response in generate_worked_solutions(200, 0.5, 0)]
     architecture = write_llama(folder, texts, tokens=192)
     shape = Lora(2, 2.0, ("k_proj", "up_proj"))
     adapters = jax.tree.map(

@@ -10,12 +10,12 @@ import tiny
 from jax_ppo import check
 from jax_ppo.config.schema import Config, Data, Reward
 from jax_ppo.data.tokenizer import load_tokenizer
-from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
 from jax_ppo.run import build, data_check
 from jax_ppo.run.rule_trial import try_rule
 from jax_ppo.types import Example
 from llama_folder import write_llama
+from worked_solutions import generate_worked_solutions
 
 ROW = {"question": "1 + 1?", "answer": "It is 2.\n#### 2"}
 
@@ -23,7 +23,7 @@ ROW = {"question": "1 + 1?", "answer": "It is 2.\n#### 2"}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    texts = [text for pair in arithmetic.generate_worked_solutions(50, 0.5, 0) for text in pair]
+    texts = [text for pair in generate_worked_solutions(50, 0.5, 0) for text in pair]
     write_llama(folder, texts, tokens=192)
     return folder / "llama"
 

@@ -23,7 +23,6 @@ import metrics_page
 import tiny
 from jax_ppo import errors
 from jax_ppo.config import loading, schema
-from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.load import read_architecture
 from jax_ppo.models.hf.save import export_checkpoint
@@ -35,6 +34,7 @@ from jax_ppo.runtime.compiled_programs import CompiledProgram
 from llama_folder import write_llama
 from waiting import HANG_SECONDS
 from whole_run import read_evaluations, read_metrics, read_steps, run_command, run_two_processes
+from worked_solutions import generate_worked_solutions
 
 CONFIG = """
 from jax_ppo.config import default_config
@@ -76,9 +76,7 @@ def reward(data_source, solution_str, ground_truth, extra_info):
 def files(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """Write a random tiny Llama with a tokenizer, a reward function and a configuration file."""
     folder = tmp_path_factory.mktemp("model")
-    texts = [
-        prompt + response for prompt, response in arithmetic.generate_worked_solutions(200, 0.5, 0)
-    ]
+    texts = [prompt + response for prompt, response in generate_worked_solutions(200, 0.5, 0)]
     write_llama(folder, texts, tokens=192, vocab_size=196)
     (folder / "reward.py").write_text(REWARD)
     (folder / "config.py").write_text(

@@ -10,7 +10,6 @@ import pytest
 import fake_rollout_server
 import tiny
 from jax_ppo.config import command_line, rollout_options
-from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf import save as hf_save
 from jax_ppo.models.transformer import Transformer
@@ -23,6 +22,7 @@ from jax_ppo.sampler.engines import external
 from tiny_actor import ARCHITECTURE, T
 from trained_tokenizer import train_tokenizer
 from whole_run import read_rows
+from worked_solutions import generate_worked_solutions
 
 LENGTH = 3  # length of every response of the engine below
 ENGINE = f'''
@@ -105,7 +105,7 @@ def config(tmp_path):
 
     Each response has reward 1.
     """
-    texts = ["".join(example) for example in arithmetic.generate_worked_solutions(200, 0.5, 0)]
+    texts = ["".join(example) for example in generate_worked_solutions(200, 0.5, 0)]
     train_tokenizer(texts, 192, tmp_path / "tokenizer")
     architecture = dataclasses.replace(tiny.ARCHITECTURE, vocab_size=192)
     params = tiny.init_params(Transformer(architecture), jax.random.key(0), "lm")
