@@ -12,8 +12,7 @@ machine: `--run NUMBER` disturbs one run again.
 
 The environment server of a variant is also killed and started again, every few seconds.
 
-A disk without space needs the right to mount a file system; otherwise that kind is left out. A
-limit on the size of files stands for it everywhere.
+A limit on the size of files stands for a disk without space.
 """
 
 import argparse
@@ -25,7 +24,6 @@ import itertools
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -40,10 +38,9 @@ from chaos_variants import VARIANTS, Variant, write_inputs
 from jax_ppo.runtime.faults import LOST_EXIT_CODE
 from waiting import keep_port
 
-DISK_KINDS = ("file limit", "disk full")
-KINDS = ("kill", "SIGTERM", "SIGINT", "damage", *DISK_KINDS)
-# The exit codes that a fault may have, beside 0 for a run that did not notice a full disk or was
-# over. Before the interpreter has installed its handlers, a signal ends a process by itself.
+KINDS = ("kill", "SIGTERM", "SIGINT", "damage", "file limit")
+# The exit codes that a fault may have, beside 0 for a run that did not notice a limit or was over.
+# Before the interpreter has installed its handlers, a signal ends a process by itself.
 EXIT_CODES = {
     "kill": {-9},
     "damage": {-9},
@@ -52,7 +49,6 @@ EXIT_CODES = {
     "SIGTERM": {143},
     "SIGINT": {130},
     "file limit": {0, 1},
-    "disk full": {0, 1},
 }
 # Before the command installs its handlers of signals, and after the interpreter has removed them.
 WITHOUT_HANDLERS_EXIT_CODES = {"SIGTERM": {-15}, "SIGINT": {-2}}
@@ -61,7 +57,6 @@ FINISHING = "finishing"  # the last phase
 LAST_PHASES = {STARTING, "loading", "exporting", FINISHING}
 MAX_FAULTS = 8  # of one run, which then completes
 WRITING_SECONDS = 0.6  # a checkpoint is written in the background for about as long
-DISK_SIZE = "64m"
 LONGEST_SERVICE = 4.0  # seconds between two deaths of an environment server
 
 
@@ -106,9 +101,6 @@ class Chaos:
         self._references: dict[str, Reference] = {}
         self._reference_locks = collections.defaultdict(threading.Lock)
         write_inputs(folder / "inputs")
-        self._has_disks = can_mount(folder)
-        if not self._has_disks:
-            print("note: no file system can be mounted here; no disk is full", flush=True)
 
     def disturb_run(self, name: str, number: int, max_faults: int = MAX_FAULTS) -> None:
         """Disturb a run until it is complete, and compare it.
@@ -125,10 +117,8 @@ class Chaos:
         folder = self._folder / f"{number:04d}_{name.replace(' ', '_')}"
         episodes = self._folder / f"{folder.name}.episodes"
         rng = random.Random(f"{self._seed} {number}")
-        with (
-            mounted_disk(folder, self._has_disks),
-            serving(VARIANTS[name], episodes, random.Random(rng.random())) as url,
-        ):
+        folder.mkdir()
+        with serving(VARIANTS[name], episodes, random.Random(rng.random())) as url:
             self._disturb_in_folder(name, number, max_faults, folder, rng, url)
 
     def _disturb_in_folder(
@@ -154,13 +144,11 @@ class Chaos:
             compare_runs(VARIANTS[name], workdir, self._references[name], examples)
         except (Failure, Hang) as error:
             self.failures.append(number)
-            # Not in `folder`, whose disk goes.
-            (self._folder / f"{folder.name}.log").write_text("".join(log))
-            if workdir.exists():
-                shutil.copytree(workdir, self._folder / f"{folder.name}.failed")
+            (folder / "log").write_text("".join(log))
             print(f"FAILED: run {number}, {name}: {error}", flush=True)
         else:
             print(f"run {number}, {name}: equal after {faults} faults", flush=True)
+            shutil.rmtree(folder)
 
     def _run_undisturbed(self, name: str) -> Reference:
         workdir = self._folder / f"undisturbed_{name.replace(' ', '_')}"
@@ -221,9 +209,7 @@ class Chaos:
     def _draw_fault(self, name: str, workdir: Path, rng: random.Random) -> tuple[str, str, int]:
         """Return the kind of the next fault, and the phase and its occurrence to wait for."""
         reference = self._references[name]
-        kinds = [kind for kind in KINDS if kind != "disk full" or self._has_disks]
-        if VARIANTS[name].processes > 1:
-            kinds += ["kill one"] * 3
+        kinds = [*KINDS, *["kill one"] * 3 * (VARIANTS[name].processes > 1)]
         kinds = [kind for kind in kinds if not self._kinds or kind in self._kinds]
         kind = rng.choice(kinds)
         phases = set(reference.durations)
@@ -273,7 +259,7 @@ def judge_fault(fault: Fault, output: str) -> None:
         raise Failure(f"{fault}: unexpected exit codes")
     # An interpreter that has not installed the command's handlers shows where SIGINT hit it.
     is_early = fault.phase == STARTING and set(fault.codes) & {-2, -15}
-    ends_in_one_line = fault.kind in ("SIGTERM", "SIGINT", *DISK_KINDS)
+    ends_in_one_line = fault.kind in ("SIGTERM", "SIGINT", "file limit")
     if ends_in_one_line and not is_early and "Traceback" in output:
         raise Failure(f"{fault}: a traceback")
 
@@ -315,33 +301,6 @@ def serving(variant: Variant, folder: Path, rng: random.Random | None) -> Iterat
             server.wait()
     if rng is not None:
         print(f"  {folder.name}: the server was killed {restarts} times", flush=True)
-
-
-def can_mount(folder: Path) -> bool:
-    """Return whether this process may mount a file system."""
-    with mounted_disk(folder / "disk", True) as is_mounted:
-        return is_mounted
-
-
-@contextlib.contextmanager
-def mounted_disk(folder: Path, mounts: bool) -> Iterator[bool]:
-    """Make a folder for the block, a small separate disk if `mounts`.
-
-    Yields:
-      Whether it is a disk.
-    """
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_SIZE}", "chaos", str(folder)]
-    is_mounted = False
-    try:
-        # Neither the right nor the program may be there.
-        with contextlib.suppress(OSError):
-            is_mounted = mounts and subprocess.run(mount, capture_output=True).returncode == 0
-        yield is_mounted
-    finally:
-        if is_mounted:
-            subprocess.run(["umount", "--lazy", str(folder)], check=True)
-        shutil.rmtree(folder)
 
 
 def damage_newest_checkpoint(workdir: Path, rng: random.Random) -> bool:

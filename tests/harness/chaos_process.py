@@ -83,7 +83,6 @@ class Processes:
         self._phase_started = time.monotonic()
         self._queue: queue.Queue[tuple[int, str | None]] = queue.Queue()
         self._open_outputs = variant.processes
-        self._filler = workdir.parent / "filler"
         self._processes: list[subprocess.Popen[str]] = []
         for number in range(variant.processes):
             own_environment = environment | _process_id(variant, number)
@@ -131,8 +130,6 @@ class Processes:
                 if process.poll() is None:
                     with contextlib.suppress(ProcessLookupError):
                         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, limit))
-        elif kind == "disk full":
-            fill_disk(self._filler, int(2 ** rng.uniform(0, 17)))
         else:
             number = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}.get(kind, signal.SIGKILL)
             for process in processes:
@@ -151,7 +148,6 @@ class Processes:
             process.kill()
             process.wait()
         self._kept_port.close()
-        self._filler.unlink(missing_ok=True)
 
     def _read(self, number: int) -> None:
         output = self._processes[number].stdout
@@ -200,20 +196,6 @@ class Processes:
         seconds = now - self._phase_started
         self.durations[self.phase] = max(self.durations[self.phase], seconds)
         self._phase_started = now
-
-
-def fill_disk(path: Path, free_bytes: int) -> None:
-    """Write a file that leaves about `free_bytes` on its disk."""
-    with open(path, "wb") as file:
-        # The run writes at the same time, so there may be less than there was.
-        for _ in range(100):
-            disk = os.fstatvfs(file.fileno())
-            size = disk.f_bavail * disk.f_frsize - free_bytes
-            if size <= 0:
-                return
-            with contextlib.suppress(OSError):
-                os.posix_fallocate(file.fileno(), 0, size)
-                return
 
 
 def _start_interpreter(arguments: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:

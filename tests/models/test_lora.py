@@ -1,5 +1,6 @@
 """Adapters change nothing at first, learn by the chain rule, and are exported in both formats."""
 
+import collections
 import dataclasses
 import functools
 import json
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import config_sweep
 import hf_reference as reference
 import recorded
 import tiny
@@ -339,6 +341,22 @@ def test_what_would_change_the_numbers_is_refused(saved, changes, message):
     edit_folder(saved, **changes)
     with pytest.raises(UserError, match=message):
         read_all(saved)
+
+
+def test_every_change_of_a_field_is_read_or_refused_in_one_line(saved):
+    path = saved / "adapter_config.json"
+    config = json.loads(path.read_text())
+    outcomes = collections.Counter()
+    for description, changed in config_sweep.change_each_field(config, config):
+        path.write_text(json.dumps(changed))
+        try:
+            shape, _ = read_adapter_config(saved, ARCHITECTURE)
+            assert shape.rank == changed["r"], description
+            outcomes["read"] += 1
+        except UserError as error:
+            assert "\n" not in str(error) and len(str(error)) < 500, description
+            outcomes["refused"] += 1
+    assert outcomes["read"] > 50 and outcomes["refused"] > 50
 
 
 def test_tensors_that_are_missing_or_too_many_are_named(saved):
