@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 
 import tiny
@@ -19,7 +18,6 @@ from jax_ppo import plan as plan_command
 from jax_ppo.errors import UserError
 from jax_ppo.memory import memory_estimate, step_plan
 from jax_ppo.memory.memory_check import PPOMemory
-from jax_ppo.memory.step_flops import count_forward_flops
 from jax_ppo.models.heads import param_shapes
 from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.models.transformer import Transformer
@@ -74,16 +72,6 @@ def test_weights_are_those_of_the_check_at_the_start_of_a_run(folder):
     assert memory(plan, "update_critic").gradients == least.gradients, "the critic is larger"
     assert memory(plan, "sample").decoding_copy == least.decoding
     assert plan.peak == max(program.memory.peak for program in plan.programs)
-
-
-def test_the_cache_is_that_of_the_slots_and_the_prefill_buffer(folder):
-    architecture = tiny.ARCHITECTURE
-    token_bytes = 2 * architecture.num_kv_heads * architecture.head_dim * 4
-    # One device: 8 slots with room for prompt and response, and 8 prompts in the prefill buffer.
-    expected = token_bytes * (tiny.B * (tiny.P + tiny.T) + tiny.B * tiny.P)
-    assert memory(estimate(folder, "v5e:1x1"), "sample").cache == expected
-    fewer = memory(estimate(folder, "v5e:1x1", rollout__max_num_seqs=2), "sample").cache
-    assert fewer == token_bytes * (2 * (tiny.P + tiny.T) + 2 * tiny.P)
 
 
 def test_scores_of_long_prompts_are_counted(folder):
@@ -226,26 +214,6 @@ def test_json_holds_all_figures(folder):
     assert seconds == pytest.approx(values["predicted_step_seconds"])
     tokens = tiny.B * (tiny.P + tiny.T)
     assert values["predicted_tokens_per_second"] == pytest.approx(tokens / plan.seconds)
-
-
-def test_a_program_takes_as_long_as_its_products_or_as_reading_its_weights(folder):
-    """By hand, for one device; the rates are those of a v5e."""
-    plan = estimate(folder, "v5e:1x1", rollout__max_num_seqs=3)
-    a = tiny.ARCHITECTURE
-    lengths = np.full(tiny.B, tiny.P + tiny.T)
-    critic = find(plan, "update_critic")
-    epochs = tiny.config().actor.ppo_epochs
-    assert critic.flops == 3 * epochs * count_forward_flops(a, lengths)
-    # Each token of three rounds reads the weights and the whole cache.
-    sample = find(plan, "sample")
-    kept = sample.memory.decoding_copy + sample.memory.cache
-    assert sample.read_bytes == 3 * tiny.T * kept
-    # A pass over one of two micro-batches and back reads weights twice; an optimizer step reads and
-    # writes them and two moments.
-    weights = critic.memory.gradients
-    assert critic.read_bytes == pytest.approx(epochs * (2 * 2 + 2 * 3) * weights, rel=1e-3)
-    for program in plan.programs:
-        assert program.seconds == max(program.flops / 197e12, program.read_bytes / 819e9)
 
 
 @pytest.mark.slow
