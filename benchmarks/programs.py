@@ -19,7 +19,11 @@ import numpy as np
 from jax_ppo.config import schema
 from jax_ppo.models import cache, heads
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.attention_programs import round_row_length, select_attention_program
+from jax_ppo.models.attention_kernels import (
+    AttentionFacts,
+    round_row_length,
+    select_attention_program,
+)
 from jax_ppo.models.quantization import round_parameters
 from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.ppo import forward_passes, update
@@ -137,9 +141,10 @@ class Step:
 
     @functools.cached_property
     def nets(self) -> Networks:
-        program = select_attention_program(
-            "auto", self.platform, self.dtype, self.architecture.head_dim, self.row_length
+        facts = AttentionFacts(
+            self.platform, self.dtype, self.architecture.head_dim, self.row_length
         )
+        program = select_attention_program("auto", facts)
         model = Transformer(
             self.architecture, jnp.dtype(self.dtype), remat=self.remat, attention=program
         )

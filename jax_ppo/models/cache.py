@@ -26,7 +26,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_ppo.kernels import vocabulary_chunks
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.attention import MASKED_LOGIT, cudnn_products, softmax_with_sinks
+from jax_ppo.models.attention import MASKED_LOGIT, softmax_with_sinks
+from jax_ppo.models.attention_kernels import cudnn_products
 from jax_ppo.runtime.parallelism.heads import split_heads
 
 # Programs whose keys have the columns last.

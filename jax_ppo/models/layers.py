@@ -14,8 +14,7 @@ from jaxtyping import Array, Float
 
 from jax_ppo.models import rope
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.attention import Segments, run_attention
-from jax_ppo.models.attention_over_parts import run_attention_over_parts
+from jax_ppo.models.attention import Segments, run_attention, run_attention_over_parts
 from jax_ppo.models.cache import Columns, LayerCache, attend_to_cache, write_tokens
 from jax_ppo.models.experts import ExpertMLP
 from jax_ppo.models.lora import Lora

@@ -1,16 +1,22 @@
 """Decoders for a machine: their attention programs, and the row lengths that these take."""
 
-from typing import Any
-
 import jax
 import jax.extend
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jax_ppo.config.schema import Model, PackingOptions, RolloutOptions
 from jax_ppo.errors import UserError
 from jax_ppo.kernels.platform import target_platform
-from jax_ppo.models import attention_programs, cache
+from jax_ppo.models import cache
 from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.attention_kernels import (
+    PLATFORM_PROGRAMS,
+    AttentionFacts,
+    program_obstacle,
+    round_row_length,
+    select_attention_program,
+)
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.parallelism.context import num_row_parts
 
@@ -21,9 +27,7 @@ def packed_row_length(packing: PackingOptions, attention: str, longest: int, par
     Unless configured, it is the length of the longest sample, rounded up so that the platform's
     attention program runs. Further samples fill what is left of a row.
     """
-    return packing.row_length or attention_programs.round_row_length(
-        attention, _platform(), longest, parts
-    )
+    return packing.row_length or round_row_length(attention, _platform(), longest, parts)
 
 
 def build_decoder(architecture: Architecture, options: Model, row_length: int) -> Transformer:
@@ -34,12 +38,8 @@ def build_decoder(architecture: Architecture, options: Model, row_length: int) -
     dtype = jnp.dtype(options.dtype)
     try:
         # Chosen once, by what this machine and this model can run.
-        program = attention_programs.select_attention_program(
-            options.attention,
-            _platform(),
-            dtype,
-            **_attention_facts(architecture, row_length),
-        )
+        facts = _attention_facts(architecture, dtype, row_length)
+        program = select_attention_program(options.attention, facts)
     except ValueError as obstacle:
         raise UserError(
             f"config.model.attention={options.attention!r}: {obstacle}; set 'auto'"
@@ -79,15 +79,10 @@ def describe_attention(
 
     `decodes` says whether the built-in engine samples from this decoder.
     """
-    platform = _platform()
     reason = None
     if options.attention == "auto":
-        reason = attention_programs.program_obstacle(
-            attention_programs.PLATFORM_PROGRAMS.get(platform, "xla"),
-            platform,
-            decoder.dtype,
-            **_attention_facts(decoder.architecture, row_length),
-        )
+        facts = _attention_facts(decoder.architecture, decoder.dtype, row_length)
+        reason = program_obstacle(PLATFORM_PROGRAMS.get(facts.platform, "xla"), facts)
     reader = "cudnn" if decodes and decoder.decoding == "cudnn" else "xla"
     if decoder.attention == reader == "xla" and not reason:
         return ""  # nothing that a user would not expect
@@ -101,15 +96,19 @@ def describe_attention(
     return line
 
 
-def _attention_facts(architecture: Architecture, row_length: int) -> dict[str, Any]:
-    """Return what decides, besides platform and type, which attention programs can run."""
-    return {
-        "head_dim": architecture.attended_width,
-        "length": row_length // num_row_parts(),
-        "softcap": architecture.attention_softcap,
-        "sinks": architecture.attention_sinks,
-        "gpu_generation": _gpu_generation(),
-    }
+def _attention_facts(
+    architecture: Architecture, dtype: DTypeLike, row_length: int
+) -> AttentionFacts:
+    """Return what decides which attention programs can run on this machine."""
+    return AttentionFacts(
+        platform=_platform(),
+        dtype=dtype,
+        head_dim=architecture.attended_width,
+        length=row_length // num_row_parts(),
+        softcap=architecture.attention_softcap,
+        sinks=architecture.attention_sinks,
+        gpu_generation=_gpu_generation(),
+    )
 
 
 def _platform() -> str:

@@ -258,8 +258,8 @@ MODELS = [
         source="trl#784, trl#3526: packing without an attention mask between the samples of a row",
         test="tests/models/test_decoder.py::test_packed_sequences_do_not_see_each_other",
         where="visible_keys",
-        old="visible &= own_segments[:, :, None] == key_segments[:, None]",
-        new="visible = jnp.broadcast_to(visible, (len(own_segments), *visible.shape[1:]))",
+        old="visible &= query_segments[:, :, None] == key_segments[:, None]",
+        new="visible = jnp.broadcast_to(visible, (len(query_segments), *visible.shape[1:]))",
     ),
     Exhibit(
         name="context_parallel_attention_ignores_the_samples_of_a_row",
@@ -267,7 +267,7 @@ MODELS = [
         test="tests/models/test_attention_over_parts.py"
         "::test_parts_of_rows_attend_to_their_samples_in_the_whole_row",
         where="_masked_part",
-        old="own_segments_BxQ[:, queries]",
+        old="part.segments[:, queries]",
         new="None",
     ),
     Exhibit(
@@ -283,8 +283,14 @@ MODELS = [
         source="onnx#7274, axlearn#842: query heads read key heads 0 1 0 1, not 0 0 1 1",
         test="tests/models/test_attention.py::test_xla_is_the_definition",
         where="attend_block_of_queries",
-        old=("(q_BxQxHxd * _scale(scale, d)).reshape(B, Q, K, -1, d).transpose(0, 2, 3, 1, 4)"),
-        new=("(q_BxQxHxd * _scale(scale, d)).reshape(B, Q, -1, K, d).transpose(0, 3, 2, 1, 4)"),
+        old=(
+            "(q_BxQxHxd * (d ** (-0.5) if scale is None else scale)).reshape(B, Q, K, -1, "
+            "d).transpose(0, 2, 3, 1, 4)"
+        ),
+        new=(
+            "(q_BxQxHxd * (d ** (-0.5) if scale is None else scale)).reshape(B, Q, -1, K, "
+            "d).transpose(0, 3, 2, 1, 4)"
+        ),
     ),
     Exhibit(
         name="fused_projections_of_heads_are_read_as_thirds",

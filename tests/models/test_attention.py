@@ -15,8 +15,9 @@ import tiny
 from attention_inputs import OPTIONS, make_inputs
 from jax_ppo.errors import UserError
 from jax_ppo.models import attention
-from jax_ppo.models.attention_programs import (
+from jax_ppo.models.attention_kernels import (
     PLATFORM_PROGRAMS,
+    AttentionFacts,
     round_row_length,
     select_attention_program,
 )
@@ -97,7 +98,7 @@ def test_cudnn_has_no_block_of_less_than_a_tile():
     def sizes(length):
         return [
             (queries.stop - queries.start, keys.stop)
-            for queries, keys in attention.blocks_of_queries(length, 512, None, None, tile=128)
+            for queries, keys in attention.blocks_of_queries(length, 512, None, tile=128)
         ]
 
     assert sizes(12) == [(12, 12)]
@@ -255,7 +256,10 @@ def test_each_device_runs_its_rows_and_heads():
     ],
 )
 def test_auto(platform, dtype, head_dim, length, chosen):
-    assert select_attention_program("auto", platform, dtype, head_dim, length) == chosen
+    assert (
+        select_attention_program("auto", AttentionFacts(platform, dtype, head_dim, length))
+        == chosen
+    )
 
 
 @pytest.mark.parametrize(
@@ -276,7 +280,7 @@ def test_auto(platform, dtype, head_dim, length, chosen):
 )
 def test_rows_are_rounded_up_so_that_the_platforms_program_runs(wanted, platform, length, rounded):
     assert round_row_length(wanted, platform, length) == rounded
-    chosen = select_attention_program(wanted, platform, "bfloat16", 64, rounded)
+    chosen = select_attention_program(wanted, AttentionFacts(platform, "bfloat16", 64, rounded))
     own = PLATFORM_PROGRAMS.get(platform, "xla")
     assert chosen == (own if wanted == "auto" else wanted)
 
@@ -337,12 +341,16 @@ def test_a_run_that_has_no_other_program_says_nothing(monkeypatch):
 )
 def test_heads_of_256_run_on_hopper(generation, chosen):
     """Gemma's; on other GPUs cuDNN has no gradient for them."""
-    select = functools.partial(select_attention_program, gpu_generation=generation)
-    assert select("auto", "cuda", "bfloat16", 256, 128) == chosen
-    assert select("auto", "cuda", "bfloat16", 128, 128) == "cudnn"
+
+    def select(wanted, head_dim):
+        facts = AttentionFacts("cuda", "bfloat16", head_dim, 128, gpu_generation=generation)
+        return select_attention_program(wanted, facts)
+
+    assert select("auto", 256) == chosen
+    assert select("auto", 128) == "cudnn"
     limit = 256 if chosen == "cudnn" else 128
     with pytest.raises(ValueError, match=f"a multiple of 8 up to {limit} on this GPU"):
-        select("cudnn", "cuda", "bfloat16", 264, 128)
+        select("cudnn", 264)
 
 
 @pytest.mark.parametrize(
@@ -363,12 +371,13 @@ def test_the_generation_is_that_of_this_machines_gpu(monkeypatch, platform, vers
 
 
 def test_soft_caps_choose_too():
-    assert select_attention_program("auto", "cuda", "bfloat16", 64, 128, softcap=50.0) == "xla"
-    assert select_attention_program("auto", "tpu", "bfloat16", 64, 128, softcap=50.0) == "splash"
+    cuda, tpu = (AttentionFacts(x, "bfloat16", 64, 128, softcap=50.0) for x in ("cuda", "tpu"))
+    assert select_attention_program("auto", cuda) == "xla"
+    assert select_attention_program("auto", tpu) == "splash"
     with pytest.raises(
         ValueError, match="cuDNN's attention has no soft cap of logits, the model's is 50.0"
     ):
-        select_attention_program("cudnn", "cuda", "bfloat16", 64, 128, softcap=50.0)
+        select_attention_program("cudnn", cuda)
 
 
 @pytest.mark.parametrize(
@@ -382,7 +391,7 @@ def test_soft_caps_choose_too():
 )
 def test_what_cannot_run_says_why(requested, platform, dtype, length, why):
     with pytest.raises(ValueError, match=why):
-        select_attention_program(requested, platform, dtype, 64, length)
+        select_attention_program(requested, AttentionFacts(platform, dtype, 64, length))
 
 
 def test_an_impossible_choice_names_the_option(monkeypatch):

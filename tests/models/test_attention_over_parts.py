@@ -9,7 +9,7 @@ import pytest
 
 import tiny
 from attention_inputs import OPTIONS, make_inputs
-from jax_ppo.models import attention, attention_over_parts, heads
+from jax_ppo.models import attention, heads
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.training import packing
 from jax_ppo.types import Packing
@@ -37,7 +37,7 @@ def run_over_parts(program, mesh, q, k, v, segments, **options):
     rows, length = segments.shape
     split, join = split_and_join(rows, length, mesh.shape["context"])
     parts = map(split, (q, k, v, segments))
-    return join(attention_over_parts.run_attention_over_parts(program, *parts, **options))
+    return join(attention.run_attention_over_parts(program, *parts, **options))
 
 
 def output_and_gradient(attend, inputs):

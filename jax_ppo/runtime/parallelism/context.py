@@ -1,7 +1,7 @@
 """Context parallelism: devices hold parts of the same packed rows or, in decoding, of a cache."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,14 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ppo.runtime.meshes import row_parts
 from jax_ppo.runtime.parallelism.devices import on_each_device, remaining_row_axes
+
+
+class RowPart(NamedTuple):
+    """The queries of a device in packed rows of length L, of which C devices hold parts."""
+
+    segments: jax.Array  # of the queries, [R, L / C]
+    row_segments: jax.Array  # of the whole rows, [R, L], in the order of the row
+    columns: jax.Array  # of the queries in the row, [L / C]
 
 
 def num_row_parts() -> int:
@@ -29,10 +37,9 @@ def attend_over_parts(attention: Callable[..., jax.Array], shared: Any = None) -
     gathered over `context`; the gradients of keys and values are reduce-scattered.
 
     Args:
-      attention: called as `attention(q, k, v, row_segments, segments, columns)`, followed by
-        `shared` if that is not `None`: queries [R, L / C, H, d]; keys and values [R, L, K, d] and
-        their segments [R, L], in the order of the row; the queries' segments [R, L / C] and columns
-        [L / C].
+      attention: called as `attention(q, k, v, part)`, followed by `shared` if that is not `None`:
+        queries [R, L / C, H, d], keys and values [R, L, K, d] in the order of the row, and a
+        `RowPart`.
       shared: an object with `manual_sharding_spec`, such as JAX's splash kernel, of which each
         device gets the part for its queries.
     """
@@ -52,7 +59,7 @@ def attend_over_parts(attention: Callable[..., jax.Array], shared: Any = None) -
             keys = _gather_row(k)
             values = _gather_row(v)
             row_segments = _gather_row(segments)
-            return attention(q, keys, values, row_segments, segments, columns, *shared)
+            return attention(q, keys, values, RowPart(segments, row_segments, columns), *shared)
 
         row_axes = remaining_row_axes(mesh)
         heads = P(row_axes, None, "model", None)
