@@ -13,7 +13,7 @@ from jax_ppo.data.tokenize_prompts import PromptDataset
 from jax_ppo.errors import UserError
 from jax_ppo.memory.decoding_slots import cache_bytes_per_device, queue_cache_shapes
 from jax_ppo.memory.memory_check import LeastMemory, PPOMemory
-from jax_ppo.models.deberta.encoder import Deberta
+from jax_ppo.models.deberta_encoder import Deberta
 from jax_ppo.ppo.advantages import figures_read
 from jax_ppo.ppo.mini_batches import RolloutPacking, make_packer
 from jax_ppo.ppo.rewarding import RuleScorer

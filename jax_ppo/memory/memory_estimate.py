@@ -15,7 +15,7 @@ from jax_ppo.kernels.vocabulary_chunks import default_chunk_size
 from jax_ppo.memory.abstract_step import FLOAT32_BYTES, AbstractStep, Role
 from jax_ppo.memory.memory_check import fetched_memory
 from jax_ppo.models.attention import query_block_size
-from jax_ppo.models.deberta.architecture import DebertaArchitecture
+from jax_ppo.models.hf.deberta import DebertaArchitecture
 from jax_ppo.ppo.programs import StepProgram, find_step_program, planned_programs
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.devices import bytes_per_device

@@ -3,7 +3,7 @@
 import numpy as np
 
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.deberta.architecture import DebertaArchitecture
+from jax_ppo.models.hf.deberta import DebertaArchitecture
 from jax_ppo.models.layers import LayerKind, layer_kinds
 from jax_ppo.ppo import programs
 from jax_ppo.ppo.step_parts import StepOptions

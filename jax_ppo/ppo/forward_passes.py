@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Float32, Int32, UInt32
 from jax_ppo.config.schema import Config
 from jax_ppo.kernels.platform import target_platform
 from jax_ppo.kernels.vocabulary_chunks import MaskedChunks, default_chunk_size
-from jax_ppo.models.deberta.encoder import Deberta
+from jax_ppo.models.deberta_encoder import Deberta
 from jax_ppo.models.heads import compute_scalars
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.registries import KL_CONTROLLERS, KL_ESTIMATORS, ROLLOUT_ENGINES

@@ -21,8 +21,8 @@ from jax_ppo.data.prompt_batches import pad_token_rows
 from jax_ppo.errors import UserError
 from jax_ppo.models import rope
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.deberta.architecture import DebertaArchitecture
-from jax_ppo.models.deberta.encoder import Deberta
+from jax_ppo.models.deberta_encoder import Deberta
+from jax_ppo.models.hf.deberta import DebertaArchitecture
 from jax_ppo.models.hf.peft import holds_critic
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes, placement, sharding

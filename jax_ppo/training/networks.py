@@ -13,8 +13,8 @@ from jax_ppo.config import parsing
 from jax_ppo.config.schema import Config, Critic
 from jax_ppo.errors import UserError
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.deberta.architecture import DebertaArchitecture
-from jax_ppo.models.deberta.encoder import Deberta
+from jax_ppo.models.deberta_encoder import Deberta
+from jax_ppo.models.hf.deberta import DebertaArchitecture
 from jax_ppo.models.hf.load import read_architecture, read_reward_architecture
 from jax_ppo.models.hf.names import EXPERT_PROJECTIONS
 from jax_ppo.models.hf.peft import (

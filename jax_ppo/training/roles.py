@@ -13,7 +13,7 @@ from typing import Any
 
 from jax_ppo.config.option import option_value
 from jax_ppo.config.schema import Actor, Config, Critic, Model
-from jax_ppo.models.deberta.encoder import Deberta
+from jax_ppo.models.deberta_encoder import Deberta
 from jax_ppo.models.hf import peft
 from jax_ppo.models.hf.hub import HUB_FILES, resolve_model_folder
 from jax_ppo.models.transformer import Transformer

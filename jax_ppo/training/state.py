@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax_ppo.config.schema import Actor, Config, Critic, Reward
 from jax_ppo.config.training_options import KLControl
 from jax_ppo.models import heads
-from jax_ppo.models.deberta.encoder import Deberta, init_deberta_params
+from jax_ppo.models.deberta_encoder import Deberta, init_deberta_params
 from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.models.hf.peft import load_adapters
 from jax_ppo.models.lora import init_adapters

@@ -9,8 +9,7 @@ import dataclasses
 from typing import Any
 
 from jax_ppo.models.architecture import QUERY_GROWTH
-from jax_ppo.models.deberta.architecture import deberta_from_hf_config
-from jax_ppo.models.deberta.names import UNUSED_TENSORS, deberta_tensor_table
+from jax_ppo.models.hf.deberta import UNUSED_TENSORS, deberta_from_hf_config, deberta_tensor_table
 from jax_ppo.models.hf.family import EncoderFamily, Family, Multimodal
 
 # fmt: off

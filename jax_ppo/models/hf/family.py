@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_ppo.models.deberta.architecture import DebertaArchitecture
+from jax_ppo.models.hf.deberta import DebertaArchitecture
 from jax_ppo.models.hf.tensors import TensorTable
 
 

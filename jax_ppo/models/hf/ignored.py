@@ -7,7 +7,7 @@ import numpy as np
 
 from jax_ppo.models import rope
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.deberta.architecture import DebertaArchitecture
+from jax_ppo.models.hf.deberta import DebertaArchitecture
 from jax_ppo.models.hf.families import ENCODERS
 from jax_ppo.models.hf.files import SAFETENSORS_DTYPES, SafetensorsCheckpoint
 from jax_ppo.models.hf.names import tensor_table

@@ -16,9 +16,9 @@ from jax.typing import DTypeLike
 
 from jax_ppo.errors import UserError, nearest_name
 from jax_ppo.models.architecture import EXACT_PARAMETERS, Architecture
-from jax_ppo.models.deberta.architecture import DebertaArchitecture
 from jax_ppo.models.hf import tensors
 from jax_ppo.models.hf.config import from_hf_config, read_eos_ids, text_config
+from jax_ppo.models.hf.deberta import DebertaArchitecture
 from jax_ppo.models.hf.families import ENCODERS, FAMILIES, MULTIMODAL
 from jax_ppo.models.hf.files import (
     SAFETENSORS_DTYPES,
@@ -201,7 +201,7 @@ def load_checkpoint(
         tensor that holds several parameters counts once per parameter.
 
     Returns:
-      The parameters, in the layout that transformer.py and heads.py, or deberta/encoder.py,
+      The parameters, in the layout that transformer.py and heads.py, or deberta_encoder.py,
       describe.
 
     Raises:

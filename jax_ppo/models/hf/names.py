@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax_ppo.models.architecture import BLOCKS, CORRECTION_BIAS, Architecture
-from jax_ppo.models.deberta.architecture import DebertaArchitecture
+from jax_ppo.models.hf.deberta import DebertaArchitecture
 from jax_ppo.models.hf.families import ENCODERS, FAMILIES
 from jax_ppo.models.hf.tensors import Fused, TensorMapping, TensorTable
 

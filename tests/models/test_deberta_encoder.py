@@ -15,13 +15,13 @@ import hf_reference as reference
 import recorded
 from jax_ppo.errors import UserError
 from jax_ppo.memory.step_flops import count_forward_flops
-from jax_ppo.models.deberta.architecture import UNUSED_FIELDS, deberta_from_hf_config
-from jax_ppo.models.deberta.encoder import (
+from jax_ppo.models.deberta_encoder import (
     Deberta,
     align_distances,
     init_deberta_params,
     relative_buckets,
 )
+from jax_ppo.models.hf.deberta import UNUSED_FIELDS, deberta_from_hf_config
 from jax_ppo.models.hf.fields import HARMLESS_FIELDS
 from jax_ppo.models.hf.load import load_checkpoint, read_architecture, read_reward_architecture
 

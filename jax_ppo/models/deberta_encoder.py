@@ -33,7 +33,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jax_ppo.models.attention import MASKED_LOGIT
-from jax_ppo.models.deberta.architecture import DebertaArchitecture
+from jax_ppo.models.hf.deberta import DebertaArchitecture
 from jax_ppo.models.layers import ACTIVATION_FUNCTIONS as DECODERS_ACTIVATIONS
 from jax_ppo.models.layers import layer_norm
 from jax_ppo.types import Params
