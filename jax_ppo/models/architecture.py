@@ -22,9 +22,9 @@ BLOCKS = {
     "gated": Block(("scale",), ("gate_proj", "up_proj")),
     # That of the first decoders: LayerNorm and an MLP without a gate.
     "ungated": Block(("scale", "bias"), ("up_proj",)),
-    # Llama's with a Gated DeltaNet in place of attention in some layers (delta_net.py).
+    # Llama's with a Gated DeltaNet in place of attention in some layers (recurrent_layers.py).
     "delta": Block(("scale",), ("gate_proj", "up_proj")),
-    # Llama's with a short convolution in place of attention in some layers (short_conv.py).
+    # Llama's with a short convolution in place of attention in some layers (recurrent_layers.py).
     "convolution": Block(("scale",), ("gate_proj", "up_proj")),
     # Llama's with multi-head latent attention (latent_attention.py).
     "latent": Block(("scale",), ("gate_proj", "up_proj")),

@@ -23,7 +23,7 @@ The layers are Flax modules; the decoder is a function that scans over their `ap
     (with per_layer_size, P)
     layers/layer_scalar [L, 1] (with layer_scalars)
 
-Where some layers have a Gated DeltaNet (delta_net.py) or a short convolution (short_conv.py),
+Where some layers have a Gated DeltaNet or a short convolution (recurrent_layers.py),
 `layers/delta_net` or `layers/short_conv` has the parameters of these alone, and `layers/attention`
 belongs to the others. Where some layers have no experts, `layers/dense_mlp` has their MLPs, and
 `layers/mlp` and `layers/shared_expert` belong to the others. Where widths of heads differ, layers
@@ -55,7 +55,6 @@ from jax_ppo.models import rope
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.attention import Segments
 from jax_ppo.models.cache import LayerCache, RecurrentState, cache_layout, cache_length
-from jax_ppo.models.delta_net import DeltaLayer
 from jax_ppo.models.latent_attention import LatentLayer
 from jax_ppo.models.layers import (
     ATTENTION_OUTPUT,
@@ -71,7 +70,7 @@ from jax_ppo.models.layers import (
     layer_kinds,
     multiply,
 )
-from jax_ppo.models.short_conv import ConvolutionLayer
+from jax_ppo.models.recurrent_layers import ConvolutionLayer, DeltaLayer
 from jax_ppo.runtime.parallelism.context import num_row_parts
 from jax_ppo.runtime.parallelism.pipeline import num_stages, run_stages
 from jax_ppo.runtime.parallelism.vocabulary import look_up_embedding

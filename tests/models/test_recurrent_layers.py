@@ -20,12 +20,12 @@ from family_variants import QWEN_3_5, SHARED_EXPERT
 from jax_ppo.config.schema import MeshShape
 from jax_ppo.errors import UserError
 from jax_ppo.memory.step_flops import count_forward_flops
-from jax_ppo.models.delta_net import convolve, last_inputs
 from jax_ppo.models.hf.config import from_hf_config
 from jax_ppo.models.hf.load import describe_unread_parts, load_checkpoint, read_architecture
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.lora import Lora
 from jax_ppo.models.quantization import quantize_kernels
+from jax_ppo.models.recurrent_layers import convolve, last_inputs
 from jax_ppo.models.transformer import MAX_UNROLLED_LAYERS, Transformer
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.meshes import validate_architecture

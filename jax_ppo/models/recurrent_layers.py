@@ -1,15 +1,26 @@
-"""Layers with a Gated DeltaNet in place of attention (Yang et al. 2024, arXiv 2412.06464).
+"""Layers with a recurrent state in place of attention: Gated DeltaNets and short convolutions.
 
-Queries, keys and values are projections that a short convolution and a SiLU have passed over; the
-gated delta rule (kernels/delta_rule.py) combines them, and its output is normalized per head and
-multiplied by the SiLU of a gate. What a layer remembers of a sequence is a `cache.RecurrentState`.
-Its parameters are, per layer,
+What such a layer remembers of a sequence is a `cache.RecurrentState`.
+
+In a Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464), queries, keys and values are projections
+that a short convolution and a SiLU have passed over; the gated delta rule (kernels/delta_rule.py)
+combines them, and its output is normalized per head and multiplied by the SiLU of a gate. Its
+parameters are, per layer,
 
     delta_net/{in_proj_qkv, in_proj_z, in_proj_b, in_proj_a, out_proj}/kernel [in, out]
     delta_net/window_filter [W, 1, C], log_rate [H], step_bias [H], norm/scale [V]
 
 C has the channels of the queries, keys and values of one key head, then of the next: each device of
 `model` computes the key heads of its part, and the value heads that read them.
+
+In a gated short convolution (Liquid AI 2025, arXiv 2511.23404), three projections b, c and x of a
+token have the width of the hidden states, and c times the causal convolution of b x is projected to
+the output. Its parameters are, per layer,
+
+    short_conv/{in_proj, out_proj}/kernel [in, out], window_filter [W, 1, D]
+
+The outputs of `in_proj` have K groups, each with a K-th of b, c and x: the devices of `model` split
+the channels.
 """
 
 from typing import Any, ClassVar
@@ -65,10 +76,7 @@ class RecurrentMixer(DecoderModule):
 
 
 class DeltaNet(RecurrentMixer):
-    """A Gated DeltaNet.
-
-    The delta rule is in float32, whatever the type of the computation.
-    """
+    """A Gated DeltaNet, with the delta rule in float32 whatever the type of the computation."""
 
     @nn.compact
     def __call__(
@@ -112,9 +120,13 @@ class DeltaNet(RecurrentMixer):
 
     def _decay(self, projected: jax.Array) -> jax.Array:
         """Return the logarithms of the factors on the states, float32 [B, T, H]."""
+
+        def init_log_rate(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+            return jnp.log(jax.random.uniform(key, shape, dtype, minval=0.01, maxval=16.0))
+
         shape = (self.options.architecture.delta_value_heads,)
         bias = self.param("step_bias", nn.initializers.ones, shape, jnp.float32)
-        log_rate = self.param("log_rate", _init_log_rate, shape, jnp.float32)
+        log_rate = self.param("log_rate", init_log_rate, shape, jnp.float32)
         # Decoding has rounded them already: whole sequences take the same numbers.
         bias, log_rate = (
             x.astype(self.options.dtype).astype(jnp.float32) for x in (bias, log_rate)
@@ -131,8 +143,39 @@ class DeltaNet(RecurrentMixer):
         v = v.reshape(B, T, a.delta_value_heads, a.delta_value_dim)
         # Each head of queries and keys serves several heads of values, which are adjacent.
         copies = a.delta_value_heads // a.delta_key_heads
-        q, k = (jnp.repeat(_unit_length(x), copies, axis=2) for x in (q, k))
+        # Of unit length.
+        q, k = (
+            jnp.repeat(
+                x * jax.lax.rsqrt(jnp.sum(x**2, axis=-1, keepdims=True) + EPSILON), copies, axis=2
+            )
+            for x in (q, k)
+        )
         return q * K**-0.5, k, v
+
+
+class ShortConvolution(RecurrentMixer):
+    """A gated short convolution; attributes and arguments as for `DeltaNet`."""
+
+    @nn.compact
+    def __call__(
+        self,
+        x_BxTxD: jax.Array,
+        segments_BxT: jax.Array | None,
+        cache: RecurrentState | None,
+        ends_B: jax.Array | None,
+    ) -> tuple[jax.Array, RecurrentState | None]:
+        """Return the output [B, T, D], and the state after these tokens."""
+        B, T, D = x_BxTxD.shape
+        projected = self.project("in_proj", 3 * D, x_BxTxD)
+        grouped = projected.reshape(B, T, self.options.architecture.num_kv_heads, 3, -1)
+        b, c, x = (grouped[..., i, :].reshape(B, T, D) for i in range(3))
+        out, window = self.convolve_tokens(b * x, segments_BxT, cache, ends_B)
+        state = None
+        if window is not None:
+            nothing = jnp.zeros((B, 0, 0, 0), jnp.float32)
+            state = RecurrentState(nothing if cache is None else cache.matrix, window)
+        out = checkpoint_name(c * out, ATTENTION_OUTPUT)
+        return self.project("out_proj", D, out), state
 
 
 class DeltaLayer(Layer):
@@ -152,6 +195,12 @@ class DeltaLayer(Layer):
         mixer: Any = create(self.options, name=name)
         output: tuple[jax.Array, LayerCache | None] = mixer(x, segments_BxT, cache, ends_B)
         return output
+
+
+class ConvolutionLayer(DeltaLayer):
+    """A layer with either attention or a short convolution, as its kind says."""
+
+    mixer = (ShortConvolution, "short_conv")
 
 
 def convolve(
@@ -179,11 +228,3 @@ def last_inputs(x_BxTxC: jax.Array, ends_B: jax.Array, count: int) -> jax.Array:
     columns = ends_B[:, None] + jnp.arange(-count, 0)
     taken = jnp.take_along_axis(x_BxTxC, jnp.maximum(columns, 0)[..., None], axis=1)
     return jnp.where((columns >= 0)[..., None], taken, 0)
-
-
-def _unit_length(x: jax.Array) -> jax.Array:
-    return x * jax.lax.rsqrt(jnp.sum(x**2, axis=-1, keepdims=True) + EPSILON)
-
-
-def _init_log_rate(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
-    return jnp.log(jax.random.uniform(key, shape, dtype, minval=0.01, maxval=16.0))
