@@ -46,7 +46,8 @@ def qwen_7b(layers: int) -> "Architecture":
 def write_checkpoint(folder: Path, layers: int) -> None:
     """Write a random checkpoint in files of at most 4 GiB, as an export does."""
     from jax_ppo.models.hf import config_export
-    from jax_ppo.models.hf.files import INDEX_FILE, write_safetensors
+    from jax_ppo.models.hf.files import write_safetensors
+    from jax_ppo.models.hf.model_folders import INDEX_FILE
     from jax_ppo.models.hf.names import tensor_table
     from jax_ppo.models.hf.save import GIB
 

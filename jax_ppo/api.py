@@ -18,8 +18,8 @@ from jax_ppo.data.messages import parse_prompt
 from jax_ppo.data.tokenizer import token_bytes
 from jax_ppo.errors import UserError
 from jax_ppo.models import heads, rope
-from jax_ppo.models.hf.hub import resolve_model_folder
 from jax_ppo.models.hf.load import load_checkpoint
+from jax_ppo.models.hf.model_folders import resolve_model_folder
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import backends, meshes, placement, sharding
 from jax_ppo.sampler.built_in import BuiltInEngine

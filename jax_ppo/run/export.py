@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jax_ppo.models.heads import without_part
-from jax_ppo.models.hf.hub import shareable_model_name
+from jax_ppo.models.hf.model_folders import shareable_model_name
 from jax_ppo.models.hf.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_obstacle, save_adapters
 from jax_ppo.models.hf.save import export_checkpoint, refuse_foreign_folder
 from jax_ppo.reporting import console

@@ -19,8 +19,8 @@ from jax_ppo.data.tokenizer import count_ids
 from jax_ppo.environments.host import HostEnvironment
 from jax_ppo.environments.loading import make_environment
 from jax_ppo.errors import UserError, counted
-from jax_ppo.models.hf.hub import resolve_model_folder
 from jax_ppo.models.hf.load import read_architecture
+from jax_ppo.models.hf.model_folders import resolve_model_folder
 from jax_ppo.reporting import console
 from jax_ppo.reporting.files import write_json_lines
 from jax_ppo.rewards import reward_functions, row_rules

@@ -11,7 +11,7 @@ from jax_ppo.config.schema import Config, Critic, Model, Teacher, replace_option
 from jax_ppo.config.training_options import LoraOptions
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf import peft
-from jax_ppo.models.hf.json_files import read_json_object
+from jax_ppo.models.hf.fields import read_json_object
 from jax_ppo.models.hf.save import VALUE_UNIT
 from jax_ppo.reporting import console
 from jax_ppo.run.build import build_run

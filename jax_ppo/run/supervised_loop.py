@@ -19,13 +19,13 @@ from jax_ppo.data import prompt_batches, responses
 from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.data.responses import ResponseDataset
 from jax_ppo.memory.memory_check import SupervisedMemory, validate_memory
-from jax_ppo.models.hf.hub import resolve_model_folder
 from jax_ppo.models.hf.load import (
     describe_unread_parts,
     has_score_head,
     load_checkpoint,
     read_architecture,
 )
+from jax_ppo.models.hf.model_folders import resolve_model_folder
 from jax_ppo.models.hf.save import export_checkpoint, refuse_foreign_folder
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.reporting import console

@@ -12,8 +12,7 @@ from jax_ppo.config.training_options import KLControl
 from jax_ppo.errors import UserError
 from jax_ppo.kernels import kl
 from jax_ppo.kernels.masked_statistics import Moments, empty_moments
-from jax_ppo.models.hf.fields import ConfigReader
-from jax_ppo.models.hf.json_files import read_json_object
+from jax_ppo.models.hf.fields import ConfigReader, read_json_object
 from jax_ppo.models.hf.save import VALUE_UNIT
 from jax_ppo.registries import KL_CONTROLLERS
 from jax_ppo.types import Control

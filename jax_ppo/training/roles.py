@@ -15,7 +15,7 @@ from jax_ppo.config.option import option_value
 from jax_ppo.config.schema import Actor, Config, Critic, Model
 from jax_ppo.models.deberta_encoder import Deberta
 from jax_ppo.models.hf import peft
-from jax_ppo.models.hf.hub import HUB_FILES, resolve_model_folder
+from jax_ppo.models.hf.model_folders import HUB_FILES, resolve_model_folder
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.training.networks import Folders, NetworkReader, Networks, critic_head
 from jax_ppo.training.random_streams import Stream

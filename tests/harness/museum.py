@@ -115,8 +115,8 @@ END_OF_RESPONSE = [
         source="vllm#4182: Llama 3 lists its second EOS only in generation_config.json",
         test=f"{TEST_HF_LOGITS}::test_every_end_of_sequence_is_known_the_configs_first",
         where="read_architecture",
-        old="tuple(dict.fromkeys([*architecture.eos_ids, *more]))",
-        new="architecture.eos_ids",
+        old="reader.token_ids('eos_token_id')",
+        new="()",
     ),
     Exhibit(
         name="sampling_continues_after_the_eos",

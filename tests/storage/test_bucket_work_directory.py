@@ -13,8 +13,8 @@ import bucket_server
 import tiny
 from jax_ppo import command
 from jax_ppo.errors import UserError
-from jax_ppo.models.hf.hub import resolve_model_folder
 from jax_ppo.models.hf.load import load_checkpoint
+from jax_ppo.models.hf.model_folders import resolve_model_folder
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.reporting import files
 from jax_ppo.runtime import work_directory

@@ -13,7 +13,7 @@ import pytest
 import bucket_server
 from jax_ppo.data import sources
 from jax_ppo.errors import UserError
-from jax_ppo.models.hf.hub import resolve_model_folder, shareable_model_name
+from jax_ppo.models.hf.model_folders import resolve_model_folder, shareable_model_name
 from jax_ppo.storage import downloads, remote
 from trained_tokenizer import train_tokenizer
 

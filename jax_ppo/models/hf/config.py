@@ -6,8 +6,14 @@ from jax_ppo.errors import UserError, nearest_name
 from jax_ppo.models.architecture import ACTIVATIONS, INTEGER_FIELDS, Architecture
 from jax_ppo.models.hf.families import FAMILIES, MULTIMODAL
 from jax_ppo.models.hf.family import Family
-from jax_ppo.models.hf.fields import MAX_LAYERS, MAX_SIZE, Config, ConfigReader, require_divisor
-from jax_ppo.models.hf.json_files import quote_value
+from jax_ppo.models.hf.fields import (
+    MAX_LAYERS,
+    MAX_SIZE,
+    Config,
+    ConfigReader,
+    quote_value,
+    require_divisor,
+)
 from jax_ppo.models.hf.rope_config import FULL, LOCAL, read_rope
 from jax_ppo.models.rope import latent_scale
 
@@ -37,11 +43,18 @@ def from_hf_config(config: Config) -> Architecture:
     if family.fixed.get("block") == "latent":
         family_fields["attention_multiplier"] = latent_scale(head_dim, rope.scaling)
     num_kv_heads = _read_num_kv_heads(reader, family, num_heads)
+    tied = reader.boolean("tie_word_embeddings")
+    if family.adjusted_width:
+        # Its older name in some files, which transformers prefers.
+        tied = reader.boolean("tie_embedding", tied)
     if family.has_global_heads:
         local = local_layers or (False,) * num_layers
         family_fields |= _read_global_heads(reader, num_heads, num_kv_heads, head_dim, local)
         family_fields |= _read_shared_layers(reader, local)
-        family_fields["per_layer_size"] = _read_per_layer_size(reader, vocab_size)
+        family_fields["per_layer_size"] = reader.integer("hidden_size_per_layer_input", minimum=0)
+        rows = reader.integer("vocab_size_per_layer_input")
+        if family_fields["per_layer_size"] and rows != vocab_size:
+            raise reader.error(f"vocab_size_per_layer_input={rows} must be vocab_size={vocab_size}")
     architecture = Architecture(
         family=kind,
         vocab_size=vocab_size,
@@ -62,7 +75,7 @@ def from_hf_config(config: Config) -> Architecture:
         unrotated_layers=_read_unrotated_layers(reader, family, num_layers),
         learned_positions=family.learned_positions,
         max_position_embeddings=reader.integer("max_position_embeddings"),
-        tied=_read_tied(reader, family),
+        tied=tied,
         bos_id=reader.token_id("bos_token_id"),
         eos_ids=reader.token_ids("eos_token_id"),
         pad_id=reader.token_id("pad_token_id", maximum=vocab_size - 1),
@@ -121,8 +134,8 @@ def _read_head_dim(reader: ConfigReader, family: Family, hidden_size: int, num_h
     if "head_dim" not in family.absent:
         head_dim = reader.optional_integer("head_dim", nullable="head_dim" in family.nullable)
     if head_dim is None:
-        names = map(reader.name, ("num_attention_heads", "hidden_size"))
-        require_divisor(next(names), num_heads, next(names), hidden_size)
+        heads, width = map(reader.name, ("num_attention_heads", "hidden_size"))
+        require_divisor(heads, num_heads, width, hidden_size)
         head_dim = hidden_size // num_heads
     # Pairs of numbers are rotated.
     if head_dim % 2 and not family.learned_positions:
@@ -215,63 +228,38 @@ def _read_shared_layers(reader: ConfigReader, local_layers: tuple[bool, ...]) ->
     return values
 
 
-def _read_per_layer_size(reader: ConfigReader, vocab_size: int) -> int:
-    size = reader.integer("hidden_size_per_layer_input", minimum=0)
-    rows = reader.integer("vocab_size_per_layer_input")
-    if size and rows != vocab_size:
-        raise reader.error(f"vocab_size_per_layer_input={rows} must be vocab_size={vocab_size}")
-    return size
-
-
-def _read_intermediate_size(reader: ConfigReader, family: Family, hidden_size: int) -> int:
-    name = "intermediate_size"
-    if family.adjusted_width:
-        return _read_adjusted_width(reader)
-    if name in family.absent:
-        return reader.optional_integer(name) or 0
-    if reader.name(name) in family.nullable:
-        return reader.optional_integer(name) or 4 * hidden_size
-    return reader.integer(name)
-
-
-def _read_tied(reader: ConfigReader, family: Family) -> bool:
-    tied = reader.boolean("tie_word_embeddings")
-    # Its older name in some files, which transformers prefers.
-    return reader.boolean("tie_embedding", tied) if family.adjusted_width else tied
-
-
-def _read_adjusted_width(reader: ConfigReader) -> int:
-    """Return the width of the MLP, of which config.json may have one and a half times as much."""
-    # transformers takes the older name first.
-    older = reader.optional_integer("block_ff_dim", nullable=False)
-    width = reader.optional_integer("intermediate_size", nullable=False)
-    if (width := older or width) is None:
-        width = reader.integer("intermediate_size")
-    multiple = reader.integer("block_multiple_of")
-    factor = reader.optional_number("block_ffn_dim_multiplier")
-    if not reader.boolean("block_auto_adjust_ff_dim", default=True):
-        return width
-    width = int(2 * width / 3)
-    if factor is not None:
-        width = -(-int(factor * width) // multiple) * multiple
-    return width
-
-
 def _read_family_fields(reader: ConfigReader, family: Family) -> dict[str, Any]:
     """Return the fields of `Architecture` that only some families set."""
     values = dict(family.fixed)
     for name, field in family.fields.items():
-        is_integer = field in INTEGER_FIELDS
-        read = reader.optional_integer if is_integer else reader.optional_number
+        read = reader.optional_integer if field in INTEGER_FIELDS else reader.optional_number
         values[field] = read(name, nullable=name in family.nullable)
     if "linear_num_key_heads" in family.fields:
         heads = [f"linear_num_{kind}_heads" for kind in ("key", "value")]
         key_heads, value_heads = (values[family.fields[name]] for name in heads)
         require_divisor(heads[0], key_heads, heads[1], value_heads)
     for name, biases in family.bias_fields.items():
-        has_bias = reader.boolean(name)
-        values |= dict.fromkeys(biases, has_bias)
+        values |= dict.fromkeys(biases, reader.boolean(name))
     return values
+
+
+def _read_intermediate_size(reader: ConfigReader, family: Family, hidden_size: int) -> int:
+    name = "intermediate_size"
+    if name in family.absent:
+        return reader.optional_integer(name) or 0
+    if reader.name(name) in family.nullable:
+        return reader.optional_integer(name) or 4 * hidden_size
+    if not family.adjusted_width:
+        return reader.integer(name)
+    # config.json may have one and a half times as much; transformers takes the older name first.
+    older = reader.optional_integer("block_ff_dim", nullable=False)
+    width = older or reader.optional_integer(name, nullable=False) or reader.integer(name)
+    multiple = reader.integer("block_multiple_of")
+    factor = reader.optional_number("block_ffn_dim_multiplier")
+    if not reader.boolean("block_auto_adjust_ff_dim", default=True):
+        return width
+    width = int(2 * width / 3)
+    return width if factor is None else -(-int(factor * width) // multiple) * multiple
 
 
 def _read_mlp(
@@ -281,24 +269,25 @@ def _read_mlp(
     width = _read_intermediate_size(reader, family, hidden_size)
     if not family.expert_fields:
         return {"intermediate_size": width}
-    experts = _read_num_experts(reader, family)
+    names = [name for name in family.expert_fields if name in reader]
+    experts, *others = (reader.integer(name) for name in names or family.expert_fields[:1])
+    if {*others} - {experts}:
+        raise reader.error(f"{' and '.join(names)} must be equal, they are {[experts, *others]}")
     per_token = reader.integer("num_experts_per_tok")
     if per_token > experts:
         raise reader.error(f"num_experts_per_tok={per_token}: there are only {experts} experts")
-    is_normalized = True
-    if family.expert_weights_field:
-        is_normalized = reader.boolean(family.expert_weights_field)
+    expert_width = reader.integer(family.expert_width)
     values: dict[str, Any] = {
-        "intermediate_size": reader.integer(family.expert_width),
+        "intermediate_size": expert_width,
         "num_experts": experts,
         "experts_per_token": per_token,
-        "normalized_expert_weights": is_normalized,
+        "normalized_expert_weights": (
+            not family.expert_weights_field or reader.boolean(family.expert_weights_field)
+        ),
     }
     if name := family.shared_experts_field:
-        own_width = values["intermediate_size"]
-        values["shared_expert_size"] = own_width * reader.integer(
-            name, maximum=MAX_SIZE // own_width
-        )
+        shared = reader.integer(name, maximum=MAX_SIZE // expert_width)
+        values["shared_expert_size"] = expert_width * shared
     dense = _read_dense_layers(reader, family, num_layers)
     if any(dense):
         values |= {"dense_layers": dense, "dense_size": width}
@@ -355,34 +344,20 @@ def _read_router_groups(
     return {"router_groups": groups, "groups_per_token": selected}
 
 
-def _read_num_experts(reader: ConfigReader, family: Family) -> int:
-    names = [name for name in family.expert_fields if name in reader]
-    experts = [reader.integer(name) for name in names or family.expert_fields[:1]]
-    if len(set(experts)) > 1:
-        raise reader.error(f"{' and '.join(names)} must be equal, they are {experts}")
-    return experts[0]
-
-
-def read_eos_ids(config: Config, where: str) -> tuple[int, ...]:
-    """Return the EOS token ids of generation_config.json, which are a list, a number or null."""
-    return ConfigReader(config, where=f"{where}: ").token_ids("eos_token_id")
-
-
 def _refuse_unsupported(reader: ConfigReader, kind: str, family: Family) -> None:
     """Raise `UserError` for a model that the decoder would compute differently."""
     is_switched = family.sliding_windows in ("last", "switched")
     if not is_switched and reader.boolean("use_sliding_window", nullable=True):
         raise reader.error(f"use_sliding_window is not supported with model_type {kind!r}")
+    name = "use_bidirectional_attention"
     if family.has_global_heads:
         reader.boolean("enable_moe_block")
         # Tokens of images alone may attend to later ones.
-        is_causal = reader.any_value("use_bidirectional_attention") in (None, "vision")
+        is_causal = reader.any_value(name) in (None, "vision")
     else:
-        is_causal = not reader.boolean("use_bidirectional_attention", nullable=True)
+        is_causal = not reader.boolean(name, nullable=True)
     if not is_causal:
-        raise reader.error(
-            "use_bidirectional_attention is not supported: a decoder only attends to earlier tokens"
-        )
+        raise reader.error(f"{name} is not supported: a decoder only attends to earlier tokens")
     for name, value in family.neutral.items():
         if name in reader and reader.any_value(name) != value:
             raise reader.error(
@@ -409,45 +384,43 @@ def _read_windows(
     reader: ConfigReader, family: Family, num_layers: int
 ) -> tuple[int | None, tuple[bool, ...]]:
     """Return `sliding_window` and `local_layers` of `Architecture`."""
+    rule = family.sliding_windows
     if family.linear_word:
         return None, ()
     window = None
-    if family.sliding_windows == "refused":
+    if rule == "refused":
         reader.optional_integer("sliding_window", minimum=0)
-    elif family.sliding_windows != "none":
+    elif rule != "none":
         window = reader.optional_integer("sliding_window")
-    is_switched = family.sliding_windows in ("last", "switched")
-    if is_switched and not reader.boolean("use_sliding_window"):
+    if rule in ("last", "switched") and not reader.boolean("use_sliding_window"):
         window = None
-    if family.sliding_windows in ("last", "pattern", "listed"):
-        local = _read_local_layers(reader, family, num_layers, window)
-    else:
-        local = _read_uniform_layers(reader, family, num_layers, window)
+    first_local = reader.integer("max_window_layers", minimum=0) if rule == "last" else 0
+    period = family.window_period
+    if family.window_period_field in reader:
+        period = reader.integer(family.window_period_field)
+    local = (False,) * num_layers
+    if rule == "pattern":
+        local = _all_but_every(period, num_layers)
+        if family.has_global_heads:
+            local = (*local[:-1], False)
+    elif rule not in ("none", "refused"):
+        local = tuple(window is not None and layer >= first_local for layer in range(num_layers))
+    listed = _read_layer_types(reader, num_layers, LOCAL)
+    if listed is not None and rule in ("last", "pattern", "listed"):
+        local = listed
+        if family.has_global_heads and local[-1]:
+            raise reader.error(f"layer_types must end with {FULL}")
+    elif listed not in (None, local):
+        raise reader.error(
+            f"layer_types {quote_value(reader.strings('layer_types'))} are not supported, only "
+            f"{LOCAL if local[0] else FULL} is with model_type {reader.string('model_type')!r} and "
+            f"sliding_window={window!r}"
+        )
     if not any(local):
         return None, ()
     if window is None:
         raise reader.error("sliding_window must be a whole number, it is None")
     return window, local
-
-
-def _read_local_layers(
-    reader: ConfigReader, family: Family, num_layers: int, window: int | None
-) -> tuple[bool, ...]:
-    """Return which layers have a sliding window, where layers differ."""
-    first_local = 0
-    if family.sliding_windows == "last":
-        first_local = reader.integer("max_window_layers", minimum=0)
-    period = family.window_period
-    if family.window_period_field in reader:
-        period = reader.integer(family.window_period_field)
-    if (listed := _read_layer_types(reader, num_layers, LOCAL)) is not None:
-        if family.has_global_heads and listed[-1]:
-            raise reader.error(f"layer_types must end with {FULL}")
-        return listed
-    if family.sliding_windows == "pattern":
-        local = _all_but_every(period, num_layers)
-        return (*local[:-1], False) if family.has_global_heads else local
-    return tuple(window is not None and layer >= first_local for layer in range(num_layers))
 
 
 def _read_layer_types(reader: ConfigReader, num_layers: int, word: str) -> tuple[bool, ...] | None:
@@ -482,25 +455,6 @@ def _read_linear_layers(reader: ConfigReader, family: Family, num_layers: int) -
     return linear if any(linear) else ()
 
 
-def _read_uniform_layers(
-    reader: ConfigReader, family: Family, num_layers: int, window: int | None
-) -> tuple[bool, ...]:
-    """Return which layers have a sliding window, where either all or none have."""
-    is_local = family.sliding_windows in ("all", "switched") and window is not None
-    supported = LOCAL if is_local else FULL
-    types = reader.strings("layer_types")
-    if types is not None and set(types) != {supported}:
-        raise reader.error(
-            f"layer_types {quote_value(sorted(set(types)))} are not supported, only {supported} "
-            f"is with model_type {reader.string('model_type')!r} and sliding_window={window!r}"
-        )
-    if types is not None and len(types) != num_layers:
-        raise reader.error(
-            f"layer_types has {len(types)} entries, num_hidden_layers is {num_layers}"
-        )
-    return (is_local,) * num_layers
-
-
 def _read_unrotated_layers(
     reader: ConfigReader, family: Family, num_layers: int
 ) -> tuple[bool, ...]:
@@ -509,8 +463,7 @@ def _read_unrotated_layers(
     # transformers accepts a longer list.
     rotated = reader.flags("no_rope_layers", at_least=num_layers)
     period = reader.optional_integer("no_rope_layer_interval", nullable=False)
-    if rotated is None:
-        rotated = _all_but_every(period or family.unrotated_period, num_layers)
+    rotated = rotated or _all_but_every(period or family.unrotated_period, num_layers)
     unrotated = tuple(not flag for flag in rotated[:num_layers])
     return unrotated if any(unrotated) else ()
 

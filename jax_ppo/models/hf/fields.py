@@ -1,19 +1,22 @@
-"""Typed access to the fields of config.json.
+"""JSON files of a checkpoint, and typed access to the fields of config.json.
 
 Every field is either read here, with a type and a range, or listed as having no influence on what
 the model computes. Any other field is refused, because it might change the numbers. Names that
 begin with an underscore hold transformers' own notes, such as `_name_or_path`: ignored.
 """
 
+import json
 import math
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
-from jax_ppo.errors import UserError, nearest_name
-from jax_ppo.models.hf.json_files import quote_value
+from jax_ppo.errors import UserError, named_file, nearest_name
 
 Config = dict[str, Any]
 
+# Longest value that an error message repeats, in characters.
+MAX_QUOTED = 80
 MAX_SIZE = 2**31 - 1
 # Far more than any model has. Names of tensors are listed per layer, so a limit is needed.
 MAX_LAYERS = 10_000
@@ -84,6 +87,35 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "tie_encoder_decoder": (False,),
     "use_mrope": (False, None),
 }
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; raise `UserError` if there is none, or no such file."""
+    try:
+        contents = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from error
+    except RecursionError as error:
+        raise UserError(f"{path} is not JSON that can be read: it is nested too deeply") from error
+    if not isinstance(contents, dict):
+        raise UserError(f"{path} must hold a JSON object, it holds {quote_value(contents)}")
+    return contents
+
+
+def quote_value(value: Any) -> str:
+    """Return a value for an error message: in one line and not too long."""
+    text = repr(value)
+    if len(text) > MAX_QUOTED:
+        return text[: MAX_QUOTED - 3] + "..."
+    return text
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as an indented JSON file."""
+    with named_file(path):
+        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 class ConfigReader:

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,11 +12,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jax_ppo.errors import UserError
-from jax_ppo.models.hf.json_files import quote_value, read_json_object
-from jax_ppo.models.hf.mxfp4 import BLOCKS, SCALES, Mxfp4Tensor
+from jax_ppo.models.hf.model_folders import find_weight_files
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 SAFETENSORS_DTYPES = {
     "F32": np.dtype(np.float32),
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -33,13 +29,16 @@ MAGNITUDE_BITS: dict[str, tuple[type[np.unsignedinteger], int, int]] = {
 BLOCK_SIZE = 1 << 18
 # Bytes of a tensor that are compared at a time.
 COMPARED_BYTES = 1 << 26
-# How transformers is told to dequantize a checkpoint, by its `quant_method`.
-DEQUANTIZING_CONFIGS = {
-    "compressed-tensors": "CompressedTensorsConfig",
-    "fp8": "FineGrainedFP8Config",
-    "mxfp4": "Mxfp4Config",
-}
-DEQUANTIZE = "Dequantize it once with transformers 5, and give the folder `converted`"
+# Experts in MXFP4, as gpt-oss is published (OCP Microscaling Formats 1.0): ends of the names of the
+# two tensors; numbers of four bits, of which groups share a power of two; the offset of
+# its exponent.
+MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
+MXFP4_GROUP, MXFP4_BIAS = 32, 127
+MXFP4_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+# The two numbers of each byte, of which the lower bits are the first one.
+MXFP4_PAIRS = np.concatenate([MXFP4_MAGNITUDES, -MXFP4_MAGNITUDES])[
+    np.arange(256)[:, None] >> np.array([0, 4]) & 15
+]
 
 
 class StoredTensor(NamedTuple):
@@ -148,16 +147,66 @@ class SafetensorsCheckpoint:
 
     def _join_mxfp4(self) -> None:
         """Take the two tensors of experts in MXFP4 for one in bfloat16."""
-        for name in [name for name in self._tensors if name.endswith(BLOCKS)]:
-            whole = name.removesuffix(BLOCKS)
-            scales = self._tensors.get(whole + SCALES)
+        for name in [name for name in self._tensors if name.endswith(MXFP4_BLOCKS)]:
+            whole = name.removesuffix(MXFP4_BLOCKS)
+            scales = self._tensors.get(whole + MXFP4_SCALES)
             joined = self._tensors[name]._replace(scales=scales)
             if scales is not None and whole not in self._tensors and joined.open().is_valid:
-                del self._tensors[name], self._tensors[whole + SCALES]
+                del self._tensors[name], self._tensors[whole + MXFP4_SCALES]
                 self._tensors[whole] = joined
 
     def _slice(self, name: str) -> Any:
         return self._tensors[name].open()
+
+
+class Mxfp4Tensor:
+    """A tensor [E, in, out] in MXFP4, with the methods of a slice of safetensors."""
+
+    def __init__(self, blocks: Any, scales: Any) -> None:
+        """Read nothing yet.
+
+        The two are open slices: blocks [E, out, in / 32, 16] with two numbers per byte, and scales
+        [E, out, in / 32].
+        """
+        self._blocks, self._scales = blocks, scales
+
+    @property
+    def is_valid(self) -> bool:
+        """Return whether the two tensors have the types and shapes of one."""
+        shape = self._blocks.get_shape()
+        types = {self._blocks.get_dtype(), self._scales.get_dtype()}
+        is_whole = len(shape) == 4 and 2 * shape[3] == MXFP4_GROUP
+        return is_whole and types == {"U8"} and self._scales.get_shape() == shape[:3]
+
+    def get_shape(self) -> list[int]:
+        """Return the shape."""
+        experts, outputs, groups, _ = self._blocks.get_shape()
+        return [experts, groups * MXFP4_GROUP, outputs]
+
+    def get_dtype(self) -> str:
+        """Return the type, which holds each number exactly."""
+        return "BF16"
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        parts = (slice(None),) * 3 if index is ... else index
+        experts, inputs, outputs = (
+            range(*part.indices(size)) for part, size in zip(parts, self.get_shape(), strict=True)
+        )
+        groups = slice(inputs.start // MXFP4_GROUP, -(-inputs.stop // MXFP4_GROUP))
+        kept = slice(
+            inputs.start - groups.start * MXFP4_GROUP, inputs.stop - groups.start * MXFP4_GROUP
+        )
+        values = np.empty((len(experts), len(inputs), len(outputs)), ml_dtypes.bfloat16)
+        # One at a time, as float32 takes eight times the bytes of the file.
+        for place, expert in enumerate(experts):
+            at = slice(expert, expert + 1), slice(outputs.start, outputs.stop), groups
+            exponents = self._scales[at][0].astype(np.int32) - MXFP4_BIAS
+            numbers = MXFP4_PAIRS[self._blocks[*at, slice(None)][0]].reshape(
+                *exponents.shape, MXFP4_GROUP
+            )
+            numbers *= np.ldexp(np.float32(1), exponents)[..., None]
+            values[place] = numbers.reshape(len(outputs), -1)[:, kept].T
+        return values
 
 
 def is_finite(values: np.ndarray, code: str) -> bool:
@@ -188,127 +237,6 @@ def _slices_are_equal(one: Any, other: Any) -> bool:
         if one[start:stop].tobytes() != other[start:stop].tobytes():
             return False
     return True
-
-
-def find_weight_files(folder: Path) -> list[Path]:
-    """Return the files that hold a checkpoint's weights.
-
-    Raise `UserError` if there are none, only pickles, or some are missing, or if the index names
-    something other than files of this folder.
-    """
-    if (folder / SINGLE_FILE).exists():
-        return [folder / SINGLE_FILE]
-    if not (folder / INDEX_FILE).exists():
-        raise _missing_weights_error(folder)
-    files = [folder / name for name in _read_index(folder / INDEX_FILE)]
-    missing = [path.name for path in files if not path.exists()]
-    if missing or not files:
-        raise UserError(
-            f"{folder / INDEX_FILE} names {len(files)} files, of which {len(missing)} are not "
-            f"there: {', '.join(missing[:4])}. Fetch them again"
-        )
-    return files
-
-
-def _read_index(path: Path) -> list[str]:
-    """Return the sorted names of the files in an index; raise `UserError` if it is invalid."""
-    weight_map = read_json_object(path).get("weight_map", {})
-    if not isinstance(weight_map, dict):
-        raise UserError(f"{path}: weight_map must be an object, it is {quote_value(weight_map)}")
-    for tensor, name in weight_map.items():
-        # A name is nothing but a name: a path could lead out of the folder.
-        if not isinstance(name, str) or not _is_file_name(name):
-            raise UserError(
-                f"{path}: weight_map must name files of this folder, it names "
-                f"{quote_value(name)} for {quote_value(tensor)}"
-            )
-    return sorted(set(weight_map.values()))
-
-
-def _is_file_name(name: str) -> bool:
-    """Return whether a string names a file of its folder, in at most the 255 bytes of Linux."""
-    if name in ("", ".", "..") or re.search(r"[/\\]", name) or not name.isprintable():
-        return False
-    return len(name.encode()) <= 255
-
-
-def _missing_weights_error(folder: Path) -> UserError:
-    """Return the error of a folder without safetensors, with the lines that convert pickles."""
-    patterns = ("pytorch_model*", "*.pth", "*.pt")
-    pickles = sorted(path.name for pattern in patterns for path in folder.glob(pattern))
-    # Pickles are not downloaded. The hub's cache has the repository's name in the path.
-    cached = re.search(r"models--([^/]+)/snapshots/\w+$", folder.as_posix())
-    source = cached[1].replace("--", "/") if cached else str(folder)
-    if gguf := sorted(folder.glob("*.gguf")):
-        return gguf_error(gguf[0])
-    found = f"{folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}"
-    if pickles:
-        found = f"{folder} has its weights only in {pickles[0]}, a pickle"
-    elif not cached:
-        return UserError(found)
-    return UserError(
-        f"{found}. A pickle such as pytorch_model.bin is not read, because reading it would run "
-        "whatever code it holds. If you trust it, convert it once where torch is installed, and "
-        "give the folder `converted`:",
-        details=_conversion(source, _loader(folder)),
-    )
-
-
-def without_quantization(config: dict[str, Any], folder: Path, reads_mxfp4: bool) -> dict[str, Any]:
-    """Return config.json without `quantization_config` if the weights are read as if it had none.
-
-    Raise `UserError` otherwise, with the lines that dequantize them if any do.
-    """
-    quantization = config.get("quantization_config")
-    if not quantization:
-        return config
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if method == "mxfp4" and reads_mxfp4:
-        return {name: x for name, x in config.items() if name != "quantization_config"}
-    problem = f"{folder}: quantization_config {quote_value(quantization)} is not supported"
-    if method == "bitsandbytes":
-        lines = _conversion(str(folder), _loader(folder), after=".dequantize()")
-    elif method in DEQUANTIZING_CONFIGS:
-        option = f"quantization_config=transformers.{DEQUANTIZING_CONFIGS[method]}(dequantize=True)"
-        lines = _conversion(str(folder), _loader(folder), option)
-    else:
-        raise UserError(f"{problem}; take the model's checkpoint in float32 or bfloat16")
-    raise UserError(f"{problem}. {DEQUANTIZE}:", details=lines)
-
-
-def gguf_error(path: Path) -> UserError:
-    """Return the error of a GGUF file, with the lines that dequantize it."""
-    name = f"gguf_file={path.name!r}"
-    option = f"{name}, quantization_config=transformers.GgufConfig(dequantize=True)"
-    return UserError(
-        f"{path} is in the format GGUF, which is not read. {DEQUANTIZE} (with the package gguf):",
-        details=_conversion(
-            str(path.parent), "AutoModelForCausalLM", option, tokenizer_options=name
-        ),
-    )
-
-
-def _loader(folder: Path) -> str:
-    """Return the class by which transformers loads a folder."""
-    config = folder / "config.json"
-    description = config.read_text(encoding="utf-8") if config.exists() else ""
-    for task in ("SequenceClassification", "TokenClassification"):
-        if f"For{task}" in description:
-            return f"AutoModelFor{task}"
-    return "AutoModelForCausalLM"
-
-
-def _conversion(
-    source: str, loader: str, options: str = "", after: str = "", tokenizer_options: str = ""
-) -> str:
-    """Return the lines of Python that save a checkpoint as safetensors in float."""
-    model = ", ".join(filter(None, ("source", options)))
-    tokenizer = ", ".join(filter(None, ("source", tokenizer_options)))
-    return (
-        f"    import transformers\n    source = {source!r}\n"
-        f'    transformers.{loader}.from_pretrained({model}){after}.save_pretrained("converted")\n'
-        f'    transformers.AutoTokenizer.from_pretrained({tokenizer}).save_pretrained("converted")'
-    )
 
 
 def write_safetensors(

@@ -17,16 +17,11 @@ from jax.typing import DTypeLike
 from jax_ppo.errors import UserError, nearest_name
 from jax_ppo.models.architecture import EXACT_PARAMETERS, Architecture
 from jax_ppo.models.hf import tensors
-from jax_ppo.models.hf.config import from_hf_config, read_eos_ids, text_config
+from jax_ppo.models.hf.config import from_hf_config, text_config
 from jax_ppo.models.hf.deberta import DebertaArchitecture
 from jax_ppo.models.hf.families import ENCODERS, FAMILIES, MULTIMODAL
-from jax_ppo.models.hf.files import (
-    SAFETENSORS_DTYPES,
-    SafetensorsCheckpoint,
-    find_weight_files,
-    gguf_error,
-    without_quantization,
-)
+from jax_ppo.models.hf.fields import ConfigReader, read_json_object
+from jax_ppo.models.hf.files import SAFETENSORS_DTYPES, SafetensorsCheckpoint
 from jax_ppo.models.hf.ignored import (
     MULTI_TOKEN_HEADS,
     MULTI_TOKEN_LAYER,
@@ -34,7 +29,7 @@ from jax_ppo.models.hf.ignored import (
     SCORE_WEIGHTS,
     is_ignorable,
 )
-from jax_ppo.models.hf.json_files import read_json_object
+from jax_ppo.models.hf.model_folders import find_weight_files, gguf_error, without_quantization
 from jax_ppo.models.hf.names import STACKED_EXPERTS, tensor_table
 from jax_ppo.models.hf.tensors import TensorMapping, TensorTable
 
@@ -54,11 +49,11 @@ def read_architecture(folder: str | Path, needs_weights: bool = True) -> Archite
             architecture = dataclasses.replace(architecture, tied=False)
         find_weight_files(Path(folder))
     generation_file = Path(folder) / "generation_config.json"
-    more: tuple[int, ...] = ()
+    eos_ids = architecture.eos_ids
     if generation_file.exists():
-        more = read_eos_ids(read_json_object(generation_file), str(generation_file))
-    eos_ids = tuple(dict.fromkeys([*architecture.eos_ids, *more]))
-    return dataclasses.replace(architecture, eos_ids=eos_ids)
+        reader = ConfigReader(read_json_object(generation_file), where=f"{generation_file}: ")
+        eos_ids += reader.token_ids("eos_token_id")
+    return dataclasses.replace(architecture, eos_ids=tuple(dict.fromkeys(eos_ids)))
 
 
 def describe_unread_parts(folder: str | Path) -> list[str]:

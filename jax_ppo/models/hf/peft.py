@@ -17,9 +17,8 @@ from jax_ppo.config.parsing import LORA_TARGETS
 from jax_ppo.errors import UserError
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.families import FAMILIES
-from jax_ppo.models.hf.fields import ConfigReader
+from jax_ppo.models.hf.fields import ConfigReader, read_json_object, write_json
 from jax_ppo.models.hf.files import SafetensorsCheckpoint
-from jax_ppo.models.hf.json_files import read_json_object, write_json
 from jax_ppo.models.hf.load import read_parameters, tensors_to_read, validate_tensors
 from jax_ppo.models.hf.names import PEFT_PREFIX, adapter_tensor_table, module_names
 from jax_ppo.models.hf.save import VALUE_UNIT, atomic_folder, exported_head

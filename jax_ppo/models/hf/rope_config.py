@@ -4,8 +4,7 @@ from typing import Any, NamedTuple
 
 from jax_ppo.models.architecture import ROPE_KINDS, Architecture
 from jax_ppo.models.hf.family import Family
-from jax_ppo.models.hf.fields import Config, ConfigReader
-from jax_ppo.models.hf.json_files import quote_value
+from jax_ppo.models.hf.fields import Config, ConfigReader, quote_value
 
 FULL = "full_attention"
 LOCAL = "sliding_attention"

@@ -15,7 +15,7 @@ from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf import tensors
 from jax_ppo.models.hf.config_export import update_hf_config
 from jax_ppo.models.hf.families import FAMILIES
-from jax_ppo.models.hf.json_files import read_json_object, write_json
+from jax_ppo.models.hf.fields import read_json_object, write_json
 from jax_ppo.models.hf.names import adapter_tensor_table, tensor_table
 from jax_ppo.models.hf.tensors import TensorTable, flatten_like
 from jax_ppo.models.hf.weight_files import (

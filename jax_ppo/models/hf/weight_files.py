@@ -15,8 +15,9 @@ from jax.sharding import NamedSharding
 
 from jax_ppo.models.architecture import EXACT_PARAMETERS
 from jax_ppo.models.hf import tensors
-from jax_ppo.models.hf.files import INDEX_FILE, SAFETENSORS_DTYPES, SINGLE_FILE, write_safetensors
-from jax_ppo.models.hf.json_files import write_json
+from jax_ppo.models.hf.fields import write_json
+from jax_ppo.models.hf.files import SAFETENSORS_DTYPES, write_safetensors
+from jax_ppo.models.hf.model_folders import INDEX_FILE, SINGLE_FILE
 from jax_ppo.models.hf.tensors import TensorTable
 from jax_ppo.models.lora import merge_kernel
 from jax_ppo.runtime import distributed, sharding, work_directory

@@ -17,13 +17,12 @@ from jax_ppo.models.hf.families import FAMILIES
 from jax_ppo.models.hf.fields import NEUTRAL_VALUES
 from jax_ppo.models.hf.files import (
     BLOCK_SIZE,
-    INDEX_FILE,
     SafetensorsCheckpoint,
     is_finite,
     write_safetensors,
 )
-from jax_ppo.models.hf.hub import resolve_model_folder
 from jax_ppo.models.hf.load import load_checkpoint, read_architecture
+from jax_ppo.models.hf.model_folders import INDEX_FILE, resolve_model_folder
 from jax_ppo.models.hf.names import tensor_table
 from jax_ppo.models.hf.save import export_checkpoint
 
@@ -472,7 +471,7 @@ def test_files_that_are_cut_short_or_missing(tmp_path):
             "sliding_window must be a whole number, it is 'wide'",
         ),
         (
-            {"model_type": "mistral", "layer_types": ["full_attention"]},
+            {"model_type": "mistral", "layer_types": ["full_attention"] * 2},
             "only sliding_attention is with model_type 'mistral'",
         ),
         (

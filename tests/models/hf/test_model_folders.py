@@ -11,7 +11,7 @@ import time
 import pytest
 
 from jax_ppo.errors import UserError
-from jax_ppo.models.hf.hub import resolve_model_folder, shareable_model_name
+from jax_ppo.models.hf.model_folders import resolve_model_folder, shareable_model_name
 from jax_ppo.storage import hub
 from waiting import keep_port
 
