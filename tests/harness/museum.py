@@ -296,8 +296,8 @@ MODELS = [
         name="fused_projections_of_heads_are_read_as_thirds",
         source="lablup/mlxcel#928: a three-way split, as of GPT-2's, of Pythia's query_key_value",
         test="tests/models/test_families.py::test_logits_logprobs_and_gradients[gpt_neox]",
-        where="_attention",
-        old="a.num_heads if FAMILIES[a.family].fused_by_head else 1",
+        where="_DecoderTable.add_attention",
+        old="a.num_heads if self.family.fused_by_head else 1",
         new="1",
     ),
     Exhibit(

@@ -41,7 +41,7 @@ def from_hf_config(config: Config) -> Architecture:
     family_fields = _read_family_fields(reader, family)
     rope = read_rope(reader, family, family_fields.get("rope_head_dim", head_dim))
     if family.fixed.get("block") == "latent":
-        family_fields["attention_multiplier"] = latent_scale(head_dim, rope.scaling)
+        family_fields["attention_multiplier"] = latent_scale(head_dim, rope["rope_scaling"])
     num_kv_heads = _read_num_kv_heads(reader, family, num_heads)
     tied = reader.boolean("tie_word_embeddings")
     if family.adjusted_width:
@@ -68,10 +68,6 @@ def from_hf_config(config: Config) -> Architecture:
         sliding_window=sliding_window,
         local_layers=local_layers,
         linear_layers=linear_layers,
-        rope_theta=rope.theta,
-        rope_scaling=rope.scaling,
-        local_rope_theta=rope.local_theta,
-        partial_rotary_factor=rope.partial_factor,
         unrotated_layers=_read_unrotated_layers(reader, family, num_layers),
         learned_positions=family.learned_positions,
         max_position_embeddings=reader.integer("max_position_embeddings"),
@@ -79,6 +75,7 @@ def from_hf_config(config: Config) -> Architecture:
         bos_id=reader.token_id("bos_token_id"),
         eos_ids=reader.token_ids("eos_token_id"),
         pad_id=reader.token_id("pad_token_id", maximum=vocab_size - 1),
+        **rope,
         **_read_mlp(reader, family, hidden_size, num_layers),
         **family_fields,
     )

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jax_ppo.errors import UserError, named_file, nearest_name
@@ -107,9 +108,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def quote_value(value: Any) -> str:
     """Return a value for an error message: in one line and not too long."""
     text = repr(value)
-    if len(text) > MAX_QUOTED:
-        return text[: MAX_QUOTED - 3] + "..."
-    return text
+    return text if len(text) <= MAX_QUOTED else text[: MAX_QUOTED - 3] + "..."
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -128,9 +127,9 @@ class ConfigReader:
     def __init__(
         self,
         values: Config,
-        defaults: Mapping[str, Any] | None = None,
+        defaults: Mapping[str, Any] = MappingProxyType({}),
         where: str = "config.json: ",
-        names: Mapping[str, str] | None = None,
+        names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Start reading.
 
@@ -138,9 +137,7 @@ class ConfigReader:
         `names` are those in the file of fields that callers call by other names.
         """
         self._values = _without_notes(values)
-        self._defaults = defaults or {}
-        self._where = where
-        self._names = names or {}
+        self._defaults, self._where, self._names = defaults, where, names
         self._read: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
@@ -154,32 +151,40 @@ class ConfigReader:
         """Return an error about these fields."""
         return UserError(self._where + message)
 
+    def any_value(self, name: str, default: Any = None) -> Any:
+        """Return a field of whatever type."""
+        name = self.name(name)
+        self._read.add(name)
+        if name in self._values:
+            return self._values[name]
+        return self._defaults.get(name, default)
+
     def integer(self, name: str, minimum: int = 1, maximum: int = MAX_SIZE) -> int:
         """Return a required whole number."""
-        value = self._get(name)
-        self._validate_integer(name, value, minimum, maximum)
+        value = self.any_value(name)
+        # bool is a subclass of int.
+        if type(value) is not int:
+            raise self._mismatch(name, "a whole number", value)
+        if not minimum <= value <= maximum:
+            raise self._mismatch(name, f"a whole number from {minimum} to {maximum}", value)
         return value
 
     def optional_integer(
         self, name: str, minimum: int = 1, maximum: int = MAX_SIZE, nullable: bool = True
     ) -> int | None:
         """Return a whole number, or `None` if it is missing or, if `nullable`, null."""
-        value = self._get(name)
-        if value is None and (nullable or name not in self):
+        if self.any_value(name) is None and (nullable or name not in self):
             return None
-        self._validate_integer(name, value, minimum, maximum)
-        return value
+        return self.integer(name, minimum, maximum)
 
     def token_id(self, name: str, maximum: int = MAX_SIZE) -> int | None:
         """Return a token id; `None` for null and for -1, which some files use instead."""
         value = self.optional_integer(name, minimum=-1, maximum=maximum)
-        if value == -1:
-            return None
-        return value
+        return None if value == -1 else value
 
     def token_ids(self, name: str) -> tuple[int, ...]:
         """Return token ids, which may be one number, a list or null."""
-        value = self._get(name)
+        value = self.any_value(name)
         if value is None:
             return ()
         ids = value if isinstance(value, list) else [value]
@@ -190,25 +195,25 @@ class ConfigReader:
 
     def number(self, name: str, above: float = 0.0) -> float:
         """Return a required finite number greater than `above`."""
-        value = self._get(name)
-        self._validate_number(name, value, above)
+        value = self.any_value(name)
+        if not _is_number(value):
+            raise self._mismatch(name, "a finite number", value)
+        if value <= above:
+            raise self._mismatch(name, f"a number greater than {above:g}", value)
         return value
 
-    def fraction(self, name: str, default: float | None = None) -> float:
+    def fraction(self, name: str) -> float:
         """Return a number between 0 and 1, exclusive."""
-        value = self._get(name, default)
-        self._validate_number(name, value, 0)
+        value = self.number(name)
         if value >= 1:
             raise self._mismatch(name, "a number less than 1", value)
         return value
 
     def optional_number(self, name: str, above: float = 0.0, nullable: bool = True) -> float | None:
         """Return a finite number, or `None` if it is missing or, if `nullable`, null."""
-        value = self._get(name)
-        if value is None and (nullable or name not in self):
+        if self.any_value(name) is None and (nullable or name not in self):
             return None
-        self._validate_number(name, value, above)
-        return value
+        return self.number(name, above)
 
     def exact_number(self, name: str) -> float | None:
         """Return a number as `optional_number` does, of a field that has this name in the file."""
@@ -220,7 +225,7 @@ class ConfigReader:
 
     def boolean(self, name: str, default: bool = False, nullable: bool = False) -> bool:
         """Return true or false; if `nullable`, null is false."""
-        value = self._get(name, default)
+        value = self.any_value(name, default)
         if value is None and nullable:
             return False
         if not isinstance(value, bool):
@@ -229,14 +234,10 @@ class ConfigReader:
 
     def string(self, name: str, default: str | None = None) -> str:
         """Return a string."""
-        value = self._get(name, default)
+        value = self.any_value(name, default)
         if not isinstance(value, str):
             raise self._mismatch(name, "a string", value)
         return value
-
-    def any_value(self, name: str) -> Any:
-        """Return a field of whatever type."""
-        return self._get(name)
 
     def strings(self, name: str) -> list[str] | None:
         """Return a list of strings, or `None` if it is missing or null."""
@@ -244,7 +245,7 @@ class ConfigReader:
 
     def numbers(self, name: str, count: int) -> tuple[float, ...]:
         """Return a list of `count` positive numbers."""
-        value = self._get(name)
+        value = self.any_value(name)
         if not isinstance(value, list) or len(value) != count or not all(map(_is_number, value)):
             raise self._mismatch(name, f"a list of {count} numbers", value)
         if min(value) <= 0:
@@ -266,7 +267,7 @@ class ConfigReader:
 
     def table(self, name: str) -> Config:
         """Return an object; a missing one and null are empty."""
-        value = self._get(name)
+        value = self.any_value(name)
         if value is None:
             return {}
         if not isinstance(value, dict):
@@ -277,12 +278,10 @@ class ConfigReader:
         """Raise `UserError` for a field that was not read and, unless `harmless`, might matter."""
         unknown = []
         for name in self._values.keys() - self._read - set(harmless):
-            if name not in NEUTRAL_VALUES:
+            value, neutral = self._values[name], NEUTRAL_VALUES.get(name)
+            if neutral is None:
                 unknown.append(name)
-                continue
-            value = self._values[name]
-            neutral = NEUTRAL_VALUES[name]
-            if not any(type(value) is type(other) and value == other for other in neutral):
+            elif not any(type(value) is type(other) and value == other for other in neutral):
                 raise self.error(
                     f"{name} {quote_value(value)} is not supported, only {neutral[0]!r} is"
                 )
@@ -295,35 +294,15 @@ class ConfigReader:
                 f"model computes: remove it if it does not{hint}"
             )
 
-    def _get(self, name: str, default: Any = None) -> Any:
-        name = self.name(name)
-        self._read.add(name)
-        if name in self._values:
-            return self._values[name]
-        return self._defaults.get(name, default)
-
     def _list(self, name: str, kind: type, words: str) -> list[Any] | None:
         """Return a list of values of one type, or `None` if it is missing or null."""
-        value = self._get(name)
+        value = self.any_value(name)
         # bool is a subclass of int.
         if value is not None and not (
             isinstance(value, list) and all(type(item) is kind for item in value)
         ):
             raise self._mismatch(name, f"a list of {words}", value)
         return value
-
-    def _validate_integer(self, name: str, value: Any, minimum: int, maximum: int) -> None:
-        # bool is a subclass of int.
-        if type(value) is not int:
-            raise self._mismatch(name, "a whole number", value)
-        if not minimum <= value <= maximum:
-            raise self._mismatch(name, f"a whole number from {minimum} to {maximum}", value)
-
-    def _validate_number(self, name: str, value: Any, above: float) -> None:
-        if not _is_number(value):
-            raise self._mismatch(name, "a finite number", value)
-        if value <= above:
-            raise self._mismatch(name, f"a number greater than {above:g}", value)
 
     def _mismatch(self, name: str, expected: str, value: Any) -> UserError:
         name = self.name(name)

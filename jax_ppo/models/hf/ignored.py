@@ -42,12 +42,19 @@ def is_ignorable(
     the values that the model uses in its place.
     """
     if isinstance(architecture, DebertaArchitecture):
-        expected = ENCODERS[architecture.family].unused_tensors.get(name)
-        return expected is not None and _has_values(checkpoint, name, expected(architecture))
+        replaced = ENCODERS[architecture.family].unused_tensors.get(name)
+        if replaced is None:
+            return False
+        # In whatever type and leading axes.
+        expected, stored = replaced(architecture), checkpoint.read(name)
+        has_shape = not expected.ndim or stored.shape[-1:] == expected.shape
+        return has_shape and bool(np.all(stored == expected))
     if name.endswith(ROTARY_FREQUENCIES):
         return _has_computed_frequencies(checkpoint, name, architecture)
     if name.endswith(CAUSAL_MASKS):
-        return _is_causal_mask(checkpoint.read(name))
+        # [..., queries, keys]: each token sees itself and those before it.
+        mask = checkpoint.read(name)
+        return mask.ndim >= 2 and bool(np.all((mask != 0) == np.tri(*mask.shape[-2:], dtype=np.bool_)))
     if name.endswith(MASKED_LOGITS):
         return bool(np.all(checkpoint.read(name) < LARGEST_MASKED_LOGIT))
     if name in OUTPUT_EMBEDDINGS:
@@ -56,38 +63,18 @@ def is_ignorable(
         # `read_architecture` unties a model whose output embedding differs.
         embedding = tensor_table(architecture, head)["embed", "embedding"].name
         return architecture.tied and checkpoint.are_equal(name, embedding)
-    if _is_of_shared_layer(name, architecture):
-        return True
-    if name == "score.weight" or name.startswith(MULTI_TOKEN_HEADS):
-        return True
-    layer = ".".join(name.split(".")[:3])
-    if f"{layer}{MULTI_TOKEN_LAYER}" in checkpoint:
-        return True
     if name in SCORE_BIASES:
         return head != "reward" or not np.any(checkpoint.read(name))
-    return False
-
-
-def _is_of_shared_layer(name: str, architecture: Architecture) -> bool:
-    """Return whether a tensor would compute keys or values that an earlier layer shares."""
-    match = re.search(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.", name)
-    first = architecture.num_layers - architecture.shared_layers
-    return match is not None and first <= int(match[1]) < architecture.num_layers
-
-
-def _has_values(checkpoint: SafetensorsCheckpoint, name: str, expected: np.ndarray) -> bool:
-    """Return whether a tensor holds exactly these values, in whatever type and leading axes."""
-    if expected.ndim == 0:
-        return not np.any(checkpoint.read(name) != expected)
-    return checkpoint.shape(name)[-1:] == expected.shape and not np.any(
-        checkpoint.read(name) != expected
-    )
-
-
-def _is_causal_mask(mask: np.ndarray) -> bool:
-    """Return whether a mask [..., queries, keys] lets each token see itself and those before it."""
-    return mask.ndim >= 2 and np.array_equal(
-        mask != 0, np.broadcast_to(np.tri(*mask.shape[-2:], dtype=np.bool_), mask.shape)
+    if match := re.search(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.", name):
+        # It would compute keys or values that an earlier layer shares.
+        first = architecture.num_layers - architecture.shared_layers
+        if first <= int(match[1]) < architecture.num_layers:
+            return True
+    layer = ".".join(name.split(".")[:3])
+    return (
+        name == "score.weight"
+        or name.startswith(MULTI_TOKEN_HEADS)
+        or f"{layer}{MULTI_TOKEN_LAYER}" in checkpoint
     )
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
-from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, Sharding
 from jax.typing import DTypeLike
 
 from jax_ppo.errors import UserError, nearest_name
@@ -45,7 +45,7 @@ def read_architecture(folder: str | Path, needs_weights: bool = True) -> Archite
     """
     architecture = from_hf_config(text_config(_read_config(folder)))
     if needs_weights or has_weights(folder):
-        if architecture.tied and _has_own_head(folder, architecture):
+        if architecture.tied and _stores_separate_head(folder, architecture):
             architecture = dataclasses.replace(architecture, tied=False)
         find_weight_files(Path(folder))
     generation_file = Path(folder) / "generation_config.json"
@@ -64,10 +64,8 @@ def describe_unread_parts(folder: str | Path) -> list[str]:
     text = text_config(config)
     lines = []
     if kind in MULTIMODAL and not MULTIMODAL[kind].is_text:
-        lines.append(
-            f"{folder}: only the text part of {kind} is used, as {text['model_type']}; images are "
-            "not read"
-        )
+        of_text = f"only the text part of {kind} is used, as {text['model_type']}"
+        lines.append(f"{folder}: {of_text}; images are not read")
     names: set[str] = set()
     if has_weights(folder):
         with SafetensorsCheckpoint(folder) as checkpoint:
@@ -118,15 +116,11 @@ def read_reward_architecture(
     return architecture
 
 
-def _has_own_head(folder: str | Path, architecture: Architecture) -> bool:
+def _stores_separate_head(folder: str | Path, architecture: Architecture) -> bool:
     """Return whether a checkpoint holds an output embedding that differs from the input's."""
-    embedding, head = _embedding_names(architecture)
+    names = _embedding_names(architecture)
     with _open_checkpoint(folder) as checkpoint:
-        return (
-            embedding in checkpoint
-            and head in checkpoint
-            and not checkpoint.are_equal(embedding, head)
-        )
+        return checkpoint.names().issuperset(names) and not checkpoint.are_equal(*names)
 
 
 def _embedding_names(architecture: Architecture) -> tuple[str, str]:
@@ -206,9 +200,7 @@ def load_checkpoint(
     with _open_checkpoint(folder) as checkpoint:
         rows = _stored_tensors(checkpoint, architecture, head)
         _validate_checkpoint(checkpoint, tensors_to_read(rows, head), head, architecture)
-        return read_parameters(
-            checkpoint, rows, head, shardings=shardings, dtype=dtype, progress=progress
-        )
+        return read_parameters(checkpoint, rows, head, shardings, dtype, progress)
 
 
 def _stored_tensors(
@@ -236,7 +228,6 @@ def read_parameters(
     checkpoint: SafetensorsCheckpoint,
     rows: TensorTable,
     head: str,
-    *,
     shardings: dict[str, Any],
     dtype: DTypeLike,
     progress: ReadingProgress | None,
@@ -247,23 +238,21 @@ def read_parameters(
     """
     places = tensors.flatten_like(shardings, rows, "`shardings`")
     rows_to_read = tensors_to_read(rows, head)
-    dtype = np.dtype(dtype)
     total = sum(len(row.names()) for row in rows_to_read.values())
     counter = itertools.count(1)
 
     def count_tensors(number: int) -> None:
-        for _ in range(number):
-            tensors_read = next(counter)
+        for tensors_read in itertools.islice(counter, number):
             if progress is not None:
                 progress(tensors_read, total)
 
     params = {}
     for path, row in rows.items():
+        stored = np.dtype(np.float32 if path[-1] in EXACT_PARAMETERS else dtype)
         if path in rows_to_read:
-            stored = np.dtype(np.float32) if path[-1] in EXACT_PARAMETERS else dtype
             params[path] = _read_parameter(checkpoint, row, stored, places[path], count_tensors)
         else:
-            params[path] = _zeros(row.full_shape, dtype, places[path])
+            params[path] = _zeros(row.full_shape, stored, places[path])
     return traverse_util.unflatten_dict(params)
 
 
@@ -286,7 +275,10 @@ def _read_parameter(
         out_shardings=sharding,
     )
     buffer = _zeros(row.full_shape, dtype, sharding)
-    layer_sharding = _without_first_axis(sharding)
+    layer_sharding = sharding
+    if isinstance(sharding, NamedSharding):
+        spec = type(sharding.spec)(*sharding.spec[1:])
+        layer_sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
     for layer in range(row.layers):
         names = row.layer_names(layer)
         one_layer = _read_tensors(checkpoint, names, row, dtype, layer_sharding)
@@ -304,29 +296,24 @@ def _read_tensors(
     sharding: Sharding,
 ) -> jax.Array:
     """Read one tensor, or the tensors of a layer's experts, as a sharded array, block by block."""
-    # Devices that hold the same block share one read.
-    blocks: dict[tuple, np.ndarray] = {}
+    blocks: dict[tuple, np.ndarray] = {}  # devices that hold the same block share one read
 
     def read(name: str, index: tuple[slice, ...]) -> np.ndarray:
         values = row.read(functools.partial(checkpoint.read_finite, name), index)
         return np.ascontiguousarray(values, dtype)
 
-    def read_experts(experts: list[str], index: tuple[slice, ...]) -> np.ndarray:
-        first = read(experts[0], index)
-        block = np.empty((len(experts), *first.shape), dtype)
-        block[0] = first
-        for expert, name in enumerate(experts[1:], start=1):
-            block[expert] = read(name, index)
-        return block
-
     def read_block(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None  # no parameter is a scalar
         key = tuple((part.start, part.stop) for part in index)
-        if key not in blocks:
-            if row.experts is None:
-                blocks[key] = read(names[0], index)
-            else:
-                blocks[key] = read_experts(names[index[0]], index[1:])
+        if key not in blocks and row.experts is None:
+            blocks[key] = read(names[0], index)
+        elif key not in blocks:
+            experts = names[index[0]]
+            first = read(experts[0], index[1:])
+            blocks[key] = np.empty((len(experts), *first.shape), dtype)
+            blocks[key][0] = first
+            for expert, name in enumerate(experts[1:], start=1):
+                blocks[key][expert] = read(name, index[1:])
         return blocks[key]
 
     return jax.make_array_from_callback(row.layer_shape, sharding, read_block)
@@ -334,16 +321,6 @@ def _read_tensors(
 
 def _zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> jax.Array:
     return jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding)(shape, dtype)
-
-
-def _without_first_axis(sharding: Sharding) -> Sharding:
-    """Return the sharding of one layer of a stacked parameter."""
-    if isinstance(sharding, SingleDeviceSharding):
-        return sharding
-    if isinstance(sharding, NamedSharding):
-        spec = type(sharding.spec)(*sharding.spec[1:])
-        return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-    raise TypeError(f"shardings must be NamedSharding or SingleDeviceSharding, got {sharding}")
 
 
 def _validate_checkpoint(

@@ -160,9 +160,7 @@ def load_adapters(
     rows = adapter_tensor_table(architecture, lora.rank, lora.targets, head)
     with _open_adapters(Path(folder)) as checkpoint:
         _validate_tensors(checkpoint, tensors_to_read(rows, head), head)
-        return read_parameters(
-            checkpoint, rows, head, shardings=shardings, dtype=dtype, progress=progress
-        )
+        return read_parameters(checkpoint, rows, head, shardings, dtype, progress)
 
 
 def validate_adapters(

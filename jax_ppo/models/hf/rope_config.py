@@ -1,6 +1,7 @@
 """Rotary parameters of config.json, in the spellings of transformers 4 and 5."""
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any
 
 from jax_ppo.models.architecture import ROPE_KINDS, Architecture
 from jax_ppo.models.hf.family import Family
@@ -22,24 +23,16 @@ LISTS = frozenset({"short_factor", "long_factor"})
 HARMLESS_ENTRIES = ("finetuned", "max_position_embeddings", "mrope_interleaved", "mrope_section")
 PARTIAL_FACTOR = "partial_rotary_factor"
 
-RopeScaling = tuple[tuple[str, Any], ...]
-
-
-class RopeFields(NamedTuple):
-    """The rotary parameters, as fields of `Architecture`."""
-
-    theta: float
-    scaling: RopeScaling
-    partial_factor: float = 1.0
-    local_theta: float | None = None
-
-
 # Of families without rotary embeddings.
-NO_ROPE = RopeFields(10_000.0, (("rope_type", "default"),), partial_factor=0.0)
+NO_ROPE = {"rope_scaling": (("rope_type", "default"),), "partial_rotary_factor": 0.0}
+DISAGREEMENT = (
+    "rope_scaling and rope_parameters differ: keep the one that is meant (transformers 5 writes "
+    "rope_parameters, but prefers rope_scaling) and remove the other"
+)
 
 
-def read_rope(reader: ConfigReader, family: Family, head_dim: int) -> RopeFields:
-    """Return the rotary parameters.
+def read_rope(reader: ConfigReader, family: Family, head_dim: int) -> dict[str, Any]:
+    """Return the rotary parameters, as fields of `Architecture`.
 
     transformers 5 writes `rope_parameters`. `rope_scaling` is transformers 4's name; where a file
     has both, transformers 5 uses `rope_scaling`, so they must agree.
@@ -62,39 +55,22 @@ def read_rope(reader: ConfigReader, family: Family, head_dim: int) -> RopeFields
         parameters, name = scaling or dict(family.rope_parameters), "rope_scaling"
     fields = rope.read(parameters, name)
     if scaling and rope.read(scaling, "rope_scaling") != fields:
-        raise _disagreement(reader)
-    _refuse_other_values(reader, fields)
-    return fields
-
-
-def _refuse_other_values(reader: ConfigReader, fields: RopeFields) -> None:
-    """Raise `UserError` if a field under Llama's name differs from that of the family.
-
-    Some versions of transformers write both, but read the family's.
-    """
-    values = {"rope_theta": fields.theta, PARTIAL_FACTOR: fields.partial_factor}
-    for name, value in values.items():
-        if reader.name(name) == name:
-            continue
-        other = reader.exact_number(name)
-        if other is not None and other != value:
+        raise reader.error(DISAGREEMENT)
+    # Some versions of transformers write Llama's name and the family's, but read the family's.
+    for name in ("rope_theta", PARTIAL_FACTOR):
+        other = None if reader.name(name) == name else reader.exact_number(name)
+        if other is not None and other != fields[name]:
             raise reader.error(
-                f"{name}={other} differs from the {value} of {reader.name(name)} or "
+                f"{name}={other} differs from the {fields[name]} of {reader.name(name)} or "
                 "rope_parameters: keep the one that is meant and remove the other"
             )
-
-
-def _disagreement(reader: ConfigReader) -> Exception:
-    return reader.error(
-        "rope_scaling and rope_parameters differ: keep the one that is meant (transformers 5 "
-        "writes rope_parameters, but prefers rope_scaling) and remove the other"
-    )
+    return fields
 
 
 def _read_two_ropes(
     reader: ConfigReader, family: Family, parameters: Config, scaling: Config, head_dim: int
-) -> RopeFields:
-    """Read the rotary parameters of a family whose local layers have their own.
+) -> dict[str, Any]:
+    """Read the rotary parameters of a family whose local layers have separate ones.
 
     transformers 5 stores both by layer type. Before, `rope_scaling` described the other layers
     and `rope_local_base_freq` the local ones.
@@ -123,136 +99,126 @@ def _read_two_ropes(
         # transformers 5 adds the entries of one to the other.
         merged = other_rope.read(full | scaling, "rope_scaling")
         if full and merged != fields:
-            raise _disagreement(reader)
+            raise reader.error(DISAGREEMENT)
         fields = merged
     assert family.local_rope_theta is not None
     local_rope = _OneRope(reader, family, head_dim, "rope_local_base_freq", family.local_rope_theta)
     local_fields = local_rope.read(local, f"rope_parameters.{LOCAL}")
-    local_kind = dict(local_fields.scaling)["rope_type"]
+    local_kind = dict(local_fields["rope_scaling"])["rope_type"]
     if local_kind != "default":
         raise reader.error(
             f"rope_parameters of {LOCAL} with rope_type {local_kind!r} are not supported, only "
             "'default' is"
         )
-    return fields._replace(local_theta=local_fields.theta)
+    return fields | {"local_rope_theta": local_fields["rope_theta"]}
 
 
+@dataclasses.dataclass(frozen=True)
 class _OneRope:
     """Reads the parameters of one rotary embedding."""
 
-    def __init__(
-        self,
-        reader: ConfigReader,
-        family: Family,
-        head_dim: int,
-        theta_field: str,
-        default_theta: float,
-    ) -> None:
-        self._reader = reader
-        self._family = family
-        self._head_dim = head_dim
-        self._theta_field = theta_field
-        self._theta = reader.optional_number(theta_field, above=1, nullable=False)
-        self._default_theta = default_theta
-        self._max_length = reader.integer("max_position_embeddings")
-        self._original_length: int | None = None
-        # Where layer types have separate parameters, transformers ignores this field.
-        if family.local_rope_theta is None:
-            self._original_length = _read_original_length(reader)
+    reader: ConfigReader
+    family: Family
+    head_dim: int
+    theta_field: str  # where the base is, if it is not among the parameters
+    default_theta: float
 
-    def read(self, table: Config, name: str) -> RopeFields:
+    def read(self, table: Config, name: str) -> dict[str, Any]:
         """Return the parameters of a table of this name in config.json; empty: the default ones."""
+        outer_theta = self.reader.optional_number(self.theta_field, above=1, nullable=False)
+        max_length = self.reader.integer("max_position_embeddings")
         entries = ConfigReader(table, where=f"config.json: {name}.")
         kind = self._read_kind(entries)
         partial_factor = 1.0 if kind == "proportional" else self._read_partial_factor(entries)
-        rotary_dim = int(self._head_dim * partial_factor)
+        rotary_dim = int(self.head_dim * partial_factor)
         if rotary_dim < 2 or rotary_dim % 2:
-            raise self._reader.error(
-                f"{self._reader.name(PARTIAL_FACTOR)}={partial_factor} with heads of "
-                f"{self._head_dim} numbers rotates {rotary_dim} of them, which must be an even "
+            raise self.reader.error(
+                f"{self.reader.name(PARTIAL_FACTOR)}={partial_factor} with heads of "
+                f"{self.head_dim} numbers rotates {rotary_dim} of them, which must be an even "
                 "number"
             )
         values: dict[str, Any] = {"rope_type": kind}
         for entry in ROPE_KINDS[kind]:
             if table.get(entry) is None:
-                raise self._reader.error(f"rope_type {kind!r} needs {entry}")
+                raise self.reader.error(f"rope_type {kind!r} needs {entry}")
             if entry in LISTS:
                 values[entry] = entries.numbers(entry, rotary_dim // 2)
             else:
                 values[entry] = entries.number(entry)
-        if self._family.rope_numbers and kind != "yarn":
-            raise self._reader.error(f"rope_type {kind!r} is not supported, only 'yarn' is")
-        values |= {entry: entries.number(entry) for entry in self._family.rope_numbers}
+        if self.family.rope_numbers and kind != "yarn":
+            raise self.reader.error(f"rope_type {kind!r} is not supported, only 'yarn' is")
+        values |= {entry: entries.number(entry) for entry in self.family.rope_numbers}
         for entry in OPTIONAL_NUMBERS.get(kind, ()):
             number = entries.optional_number(entry, nullable=entry != PARTIAL_FACTOR)
             if entry == PARTIAL_FACTOR and number is not None and number > 1:
-                raise self._reader.error(f"{name}: {entry} must be at most 1, it is {number}")
+                raise self.reader.error(f"{name}: {entry} must be at most 1, it is {number}")
             if number is not None:
                 values[entry] = number
         if kind == "yarn" and "truncate" in entries:
             values["truncate"] = entries.boolean("truncate")
         if kind == "llama3" and values["high_freq_factor"] <= values["low_freq_factor"]:
-            raise self._reader.error(
+            raise self.reader.error(
                 f"{name}: high_freq_factor must be greater than low_freq_factor"
             )
-        original_length = _read_original_length(entries)
+        # The order of transformers: outside the parameters, among them, or the whole length. Where
+        # layer types have separate parameters, it ignores the field outside.
+        outside = [self.reader] if self.family.local_rope_theta is None else []
+        lengths = [
+            # Its logarithm is a divisor.
+            fields.optional_integer(ORIGINAL_LENGTH, minimum=2, nullable=False)
+            for fields in (*outside, entries)
+        ]
         if kind in ROPE_KINDS_WITH_LENGTH:
-            # The order of transformers: outside the parameters, among them, or the whole length.
-            values[ORIGINAL_LENGTH] = self._original_length or original_length or self._max_length
-        theta = self._read_theta(entries, name)
+            values[ORIGINAL_LENGTH] = next(filter(None, lengths), max_length)
+        inner_theta = entries.optional_number("rope_theta", above=1, nullable=False)
+        if None not in (inner_theta, outer_theta) and inner_theta != outer_theta:
+            raise self.reader.error(
+                f"{self.reader.name(self.theta_field)}={outer_theta} and "
+                f"{name}.rope_theta={inner_theta} differ: keep the one that is meant and remove "
+                "the other"
+            )
         entries.refuse_unread(HARMLESS_ENTRIES)
-        return RopeFields(theta, tuple(sorted(values.items())), partial_factor)
+        return {
+            "rope_theta": float(inner_theta or outer_theta or self.default_theta),
+            "rope_scaling": tuple(sorted(values.items())),
+            PARTIAL_FACTOR: partial_factor,
+        }
 
     def _read_kind(self, entries: ConfigReader) -> str:
         older = entries.string("type", "default")
         kind = entries.string("rope_type", older)
-        kind = self._family.rope_aliases.get(kind, kind)
+        kind = self.family.rope_aliases.get(kind, kind)
         supported = dict.fromkeys(ROPE_KINDS)
-        if self._family.local_rope_theta is None:
+        if self.family.local_rope_theta is None:
             del supported["proportional"]
-        if self._family.has_global_heads:
+        if self.family.has_global_heads:
             # Their factors would be local layers', whose heads may be narrower.
             del supported["yarn"], supported["longrope"]
         if kind not in supported:
-            raise self._reader.error(
+            raise self.reader.error(
                 f"rope_type {quote_value(kind)} is not supported, only {', '.join(supported)} are"
             )
         return kind
 
     def _read_partial_factor(self, entries: ConfigReader) -> float:
         """Return the share of a head that is rotated, stored among the parameters or outside."""
-        outer = self._reader.optional_number(PARTIAL_FACTOR, nullable=False)
+        outer = self.reader.optional_number(PARTIAL_FACTOR, nullable=False)
         inner = entries.optional_number(PARTIAL_FACTOR, nullable=False)
-        default = self._family.partial_rotary_factor
-        name = self._reader.name(PARTIAL_FACTOR)
+        default = self.family.partial_rotary_factor
+        name = self.reader.name(PARTIAL_FACTOR)
         if default is None:
             if {outer, inner} - {None, 1}:
-                raise self._reader.error(f"{PARTIAL_FACTOR} is not supported, only 1 is")
+                raise self.reader.error(f"{PARTIAL_FACTOR} is not supported, only 1 is")
             return 1.0
         if None not in (outer, inner) and outer != inner:
-            raise self._reader.error(
+            raise self.reader.error(
                 f"{name} is {outer} outside of the rotary parameters and {inner} among "
                 "them: keep the one that is meant and remove the other"
             )
         factor = float(inner or outer or default)
         if factor > 1:
-            raise self._reader.error(f"{name} must be at most 1, it is {factor}")
+            raise self.reader.error(f"{name} must be at most 1, it is {factor}")
         return factor
-
-    def _read_theta(self, entries: ConfigReader, name: str) -> float:
-        """Return the base, which may be stored among the parameters or outside."""
-        inner = entries.optional_number("rope_theta", above=1, nullable=False)
-        if inner is not None and self._theta is not None and inner != self._theta:
-            raise self._reader.error(
-                f"{self._reader.name(self._theta_field)}={self._theta} and "
-                f"{name}.rope_theta={inner} differ: keep the one that is meant and remove the other"
-            )
-        return float(inner or self._theta or self._default_theta)
-
-
-def _read_original_length(reader: ConfigReader) -> int | None:
-    # Its logarithm is a divisor.
-    return reader.optional_integer(ORIGINAL_LENGTH, minimum=2, nullable=False)
 
 
 def write_rope(a: Architecture, family: Family) -> Config:

@@ -19,13 +19,13 @@ class Fused(NamedTuple):
     parts: tuple[tuple[int, int], ...]
     total: int  # number of the tensor's outputs
     groups: int = 1  # with n, the tensor holds the first n-th of each part, then the second, ...
-    own_groups: int = 1  # the same of the parameter
+    groups_here: int = 1  # the same of the parameter
 
     def outputs(self) -> np.ndarray:
         """Return the place in the tensor of each of the parameter's outputs."""
         starts = np.arange(self.groups)[:, None] * (self.total // self.groups)
         places = [starts + first + np.arange(n // self.groups) for first, n in self.parts]
-        in_groups = [part.reshape(self.own_groups, -1) for part in places]
+        in_groups = [part.reshape(self.groups_here, -1) for part in places]
         return np.concatenate(in_groups, axis=1).ravel()
 
 
