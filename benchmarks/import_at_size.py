@@ -49,7 +49,7 @@ def write_checkpoint(folder: Path, layers: int) -> None:
     from jax_ppo.models.hf.files import write_safetensors
     from jax_ppo.models.hf.model_folders import INDEX_FILE
     from jax_ppo.models.hf.names import tensor_table
-    from jax_ppo.models.hf.save import GIB
+    from jax_ppo.models.hf.weight_files import GIB
 
     architecture = qwen_7b(layers)
     block = np.random.default_rng(0).normal(0, 0.02, 1 << 22).astype(ml_dtypes.bfloat16)

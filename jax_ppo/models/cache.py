@@ -9,7 +9,7 @@ that the program reads without rearranging it:
            the least that holds every row's sequence
     gpu    the same layout; reads all columns
     tpu    both [B, S, K, d]; reads all columns
-    cudnn  the layout of tpu, on NVIDIA with 16-bit types; reads each row up to its own end
+    cudnn  the layout of tpu, on NVIDIA with 16-bit types; reads each row up to its end
 
 Reading a part of an array copies it first. On a CPU this costs less than reading everything.
 Accelerators read everything, even rows that were not asked for; a GPU would also have to wait in
@@ -203,7 +203,7 @@ def attend_to_cache(
 ) -> Float[Array, "b 1 H d"]:
     """Return the attention of one new token per row to the first b rows of the cache.
 
-    `layer` includes the new tokens, and each row is read up to its own. The options are
+    `layer` includes the new tokens, and each row is read up to its new token. The options are
     attention.py's.
     """
     keys, values = layer
@@ -338,7 +338,7 @@ def _cudnn(
     columns_B: jax.Array,
     **options: float | None,
 ) -> Float[Array, "B 1 H d"]:
-    """Compute attention with cuDNN, reading each row up to its own end."""
+    """Compute attention with cuDNN, reading each row up to its end."""
     # A row's sequence ends with the new token, in its column.
     ends_B = columns_B + 1
     return cudnn_products(

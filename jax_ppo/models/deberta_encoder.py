@@ -221,7 +221,7 @@ class Deberta(EncoderModule):
 
         Args:
           tokens_BxT: token ids.
-          positions_BxT: position of each token in its own text, from 0.
+          positions_BxT: position of each token in its text, from 0.
           segments_BxT: A token attends to the tokens in its row that have the same segment. The
             tokens of a text are contiguous.
 

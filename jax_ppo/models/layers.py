@@ -223,7 +223,7 @@ class Attention(DecoderModule):
         if not is_shared:
             k, v = self._keys_and_values(x_BxTxD, kind)
             k = rope.rotate(k, cos, sin, a.rope_interleaved)
-            # The mesh may split more finely than there are heads: copies give each device its own.
+            # The mesh may split more finely than there are heads: copies give each device some.
             k, v = copy_kv_heads(k), copy_kv_heads(v)
         factors: dict[str, Any] = {"scale": a.attention_scale, "softcap": a.attention_softcap}
         if a.attention_sinks:
@@ -231,7 +231,7 @@ class Attention(DecoderModule):
             padded = pad_query_heads(sinks[None, None, :, None], num_kv_heads)
             factors["sinks"] = padded.reshape(-1).astype(jnp.float32)
         if cache is None or columns_B is None:
-            # Keys are cached after rotation: it depends on their own position only.
+            # Keys are cached after rotation: it depends on their position only.
             cache = cache if is_shared and cache is not None else (k, v)
             out = self._attend_to_sequences(q, *cache, kind.is_local, segments_BxT, factors)
         else:
@@ -268,7 +268,7 @@ class Attention(DecoderModule):
             q, gate = jnp.split(both, 2, axis=-1)
         else:
             q = self._project_to_heads(x_BxTxD, "q_proj", a.num_heads, width, "q_norm")
-        # Before a norm per head and the rotation, which then run on each device's own heads.
+        # Before a norm per head and the rotation, which then run on the heads of each device.
         q = pad_query_heads(q, num_kv_heads)
         return self._normalize_heads("q_norm", q), gate
 

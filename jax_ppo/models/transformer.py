@@ -127,7 +127,7 @@ class Transformer(LayerOptions):
 
     remat: bool = False  # each layer is recomputed in the backward pass
     # `False`: the layers are one `scan` over stacked parameters, which compiles fast (whole
-    # sequences). `True`: each layer has its own code and keys and values are returned (decoding,
+    # sequences). `True`: each layer has separate code, and keys and values are returned (decoding,
     # without copies of the cache). `unroll_params` converts parameters of the first form.
     unrolled: bool = False
     quantized: bool = False  # decoding reads kernels as int8 (quantization.py)
@@ -161,13 +161,13 @@ class Transformer(LayerOptions):
           variables: the parameters, as "params": callers run encoders, which are Flax modules, in
             the same way.
           tokens_BxT: token ids.
-          positions_BxT: position of each token in its own sequence, from 0 and below T (below S
+          positions_BxT: position of each token in its sequence, from 0 and below T (below S
             with a cache).
           segments_BxT: A token attends to the earlier tokens in its row that have the same
             segment. `None`: each row is one segment. Not used with a cache.
           cache: what each layer remembers (cache.py), for one new token per row (T = 1,
             unrolled). Its rows beyond B are left alone. The token at position i of a sequence is
-            in column i; the new token is written to its own column and attends up to it.
+            in column i; the new token is written to its column and attends up to it.
           routed_experts: the experts of each token in the L layers that have some, recorded in
             another pass (experts.select_experts); `None`: the routers select them.
           ends_B: without a cache, the number of tokens of each row that returned recurrent states

@@ -12,6 +12,7 @@ from jax_ppo.models.heads import without_part
 from jax_ppo.models.hf.model_folders import shareable_model_name
 from jax_ppo.models.hf.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, peft_obstacle, save_adapters
 from jax_ppo.models.hf.save import export_checkpoint, refuse_foreign_folder
+from jax_ppo.models.hf.weight_files import merge_adapters
 from jax_ppo.reporting import console
 from jax_ppo.reporting.journal import Journal
 from jax_ppo.run.parts import PPORun
@@ -44,10 +45,12 @@ def _export_role(
         # Elsewhere, too, a response ends where this run has ended it.
         eos_ids = tuple(dict.fromkeys([*architecture.eos_ids, *run.sampling.eos_ids]))
         architecture = dataclasses.replace(architecture, eos_ids=eos_ids)
-    moments = state.control.moments.get("returns") if export.per_token else None
-    value_unit = None
-    if moments is not None:  # what the critic predicts is normalized by them
-        value_unit = {name: float(x) for name, x in moments._asdict().items()}
+    critic_unit: dict[str, float] | None = None
+    if export.per_token:  # what a critic predicts is normalized by these moments, if there are any
+        moments = state.control.moments.get("returns")
+        critic_unit = {}
+        if moments is not None:
+            critic_unit = {name: float(x) for name, x in moments._asdict().items()}
     save = functools.partial(
         export_checkpoint,
         architecture=architecture,
@@ -55,15 +58,14 @@ def _export_role(
         dtype=run.config.trainer.export_dtype,
         source_folder=run.folders.get(role.name, run.folders.actor),
         tokenizer_folder=Path(run.tokenizer.name_or_path),
-        per_token=export.per_token,
-        value_unit=value_unit,
+        critic_unit=critic_unit,
     )
     if net.lora is None:
         save(trained)
         journal.report_model(folder / role.name, role.path_option)
         return
     if export.merges_adapters:
-        save(state.reference, adapters=trained, lora=net.lora)
+        save(merge_adapters(state.reference, trained, net.architecture, net.lora))
         journal.report_model(folder / role.name, role.path_option)
     if obstacle := peft_obstacle(architecture, net.lora):
         console.print_on_main(f"the {role.title}'s adapters are not written: {obstacle}")
@@ -78,8 +80,7 @@ def _export_role(
         adapter_folder,
         base_model,
         revision,
-        per_token=export.per_token,
-        value_unit=value_unit,
+        critic_unit,
     )
     if not export.merges_adapters:
         shown = work_directory.shown_path(adapter_folder)

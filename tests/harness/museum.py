@@ -393,8 +393,8 @@ EXPORT = [
         source="verl#770: no Hugging Face weights in a checkpoint",
         test="tests/models/hf/test_save.py::test_there_and_back",
         where="export_checkpoint",
-        old="write_weights(Path(folder), rows, arrays, dtype, max_shard_bytes)",
-        new="write_weights(Path(folder).parent, rows, arrays, dtype, max_shard_bytes)",
+        old="write_weights(Path(folder), rows, arrays, dtype)",
+        new="write_weights(Path(folder).parent, rows, arrays, dtype)",
     ),
     Exhibit(
         name="an_untied_model_is_exported_as_tied",

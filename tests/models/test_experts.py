@@ -17,6 +17,7 @@ from jax_ppo.memory.step_flops import count_forward_flops
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.experts import balance_losses, run_experts, select_experts
+from jax_ppo.models.hf import weight_files
 from jax_ppo.models.hf.config import from_hf_config
 from jax_ppo.models.hf.files import SafetensorsCheckpoint
 from jax_ppo.models.hf.load import load_checkpoint
@@ -228,7 +229,7 @@ def test_other_mixtures_are_refused_by_the_name_of_the_field(changes, message):
     assert message in str(caught.value)
 
 
-def test_a_checkpoint_has_a_tensor_per_expert_and_may_be_split_anywhere(tmp_path):
+def test_a_checkpoint_has_a_tensor_per_expert_and_may_be_split_anywhere(tmp_path, monkeypatch):
     """Also between the experts of a layer; progress counts each of them."""
     reference.save(tmp_path / "theirs", "qwen3_moe", shard_bytes=20_000, **EXPERTS)
     counts = []
@@ -244,7 +245,8 @@ def test_a_checkpoint_has_a_tensor_per_expert_and_may_be_split_anywhere(tmp_path
     for expert in range(4):
         stored = tensors[f"model.layers.1.mlp.experts.{expert}.up_proj.weight"]
         np.testing.assert_array_equal(kernel[1, expert], stored.T)
-    export_checkpoint(params, architecture, tmp_path / "ours", max_shard_bytes=20_000)
+    monkeypatch.setattr(weight_files, "MAX_SHARD_BYTES", 20_000)
+    export_checkpoint(params, architecture, tmp_path / "ours")
     index = "model.safetensors.index.json"
     theirs, ours = (
         json.loads((tmp_path / folder / index).read_text())["weight_map"]

@@ -25,6 +25,7 @@ from jax_ppo.models.hf.peft import (
     validate_adapters,
 )
 from jax_ppo.models.hf.save import export_checkpoint
+from jax_ppo.models.hf.weight_files import merge_adapters
 from jax_ppo.models.layers import Dense
 from jax_ppo.models.lora import Lora, init_adapters, join_adapters, merge_kernel
 from jax_ppo.models.transformer import Transformer, unroll_params
@@ -166,7 +167,8 @@ def test_merged_and_in_pefts_format_it_is_the_same_model(checkpoint, shape, tmp_
     adapters, ids = random_adapters(architecture, shape), reference.tokens()
     ours = logits(architecture, join_adapters(params, adapters), ids, shape)
     assert np.abs(ours - logits(architecture, params, ids)).max() > 0.1
-    export_checkpoint(params, architecture, tmp_path / "merged", adapters=adapters, lora=shape)
+    merged = merge_adapters(params, adapters, architecture, shape)
+    export_checkpoint(merged, architecture, tmp_path / "merged")
     merged = reference.reload(tmp_path / "merged")
     reference.assert_their_logits(ours, merged, ids, rtol=1e-4, is_computed=True)
     again, loaded = reference.load(tmp_path / "merged")
@@ -245,8 +247,10 @@ def test_there_and_back(head, tmp_path):
 def test_what_peft_saves_of_our_reward_model_or_critic_is_read(checkpoint, unit, tmp_path):
     _, folder, architecture, _ = checkpoint
     adapters = random_adapters(architecture, TWO, "scalar")
-    per_token = unit == "Token"
-    save_adapters(adapters, architecture, TWO, tmp_path / "ours", "some/base", per_token=per_token)
+    unit_of_critic = {} if unit == "Token" else None
+    save_adapters(
+        adapters, architecture, TWO, tmp_path / "ours", "some/base", critic_unit=unit_of_critic
+    )
 
     def theirs():
         import peft

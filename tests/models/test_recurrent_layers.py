@@ -23,6 +23,7 @@ from jax_ppo.memory.step_flops import count_forward_flops
 from jax_ppo.models.hf.config import from_hf_config
 from jax_ppo.models.hf.load import describe_unread_parts, load_checkpoint, read_architecture
 from jax_ppo.models.hf.save import export_checkpoint
+from jax_ppo.models.hf.weight_files import merge_adapters
 from jax_ppo.models.lora import Lora
 from jax_ppo.models.quantization import quantize_kernels
 from jax_ppo.models.recurrent_layers import convolve, last_inputs
@@ -162,7 +163,8 @@ def test_adapters_are_pefts(tmp_path):
     adapters, ours = reference.assert_adapters_are_pefts(
         tmp_path / "adapter", model, architecture, params, lora
     )
-    export_checkpoint(params, architecture, tmp_path / "merged", adapters=adapters, lora=lora)
+    merged = merge_adapters(params, adapters, architecture, lora)
+    export_checkpoint(merged, architecture, tmp_path / "merged")
     merged = reference.load(tmp_path / "merged")[1]
     np.testing.assert_allclose(
         reference.our_logits(architecture, merged, reference.tokens()), ours, rtol=1e-3, atol=1e-3

@@ -157,6 +157,7 @@ import pathlib, sys
 import jax
 import tiny
 from jax_ppo.config import schema
+from jax_ppo.models.hf import weight_files
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.runtime import distributed, faults, placement, sharding, work_directory
 
@@ -166,9 +167,8 @@ def main():
     params = jax.tree.map(lambda x: placement.place(x, sharding.replicated(mesh)), params)
     for workdir in sys.argv[1:]:
         with work_directory.open_work_directory(workdir, print) as folder:
-            export_checkpoint(
-                params, tiny.ARCHITECTURE, folder / "actor", dtype="bfloat16", max_shard_bytes=1000
-            )
+            weight_files.MAX_SHARD_BYTES = 1000
+            export_checkpoint(params, tiny.ARCHITECTURE, folder / "actor", dtype="bfloat16")
             distributed.run_on_main(lambda: work_directory.publish(folder))
             work_directory.fetch_folder(folder, "actor")
             print("sees", (folder / "actor" / "config.json").exists(), flush=True)

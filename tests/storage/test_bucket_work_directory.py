@@ -13,6 +13,7 @@ import bucket_server
 import tiny
 from jax_ppo import command
 from jax_ppo.errors import UserError
+from jax_ppo.models.hf import weight_files
 from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.models.hf.model_folders import resolve_model_folder
 from jax_ppo.models.hf.save import export_checkpoint
@@ -225,12 +226,15 @@ def test_an_incomplete_checkpoint_in_a_bucket_is_ignored_and_removed(server, buc
     assert {name.split("/")[0] for name in bucket_server.names(server, directory)} == {"3"}
 
 
-def test_an_export_leaves_no_weights_on_the_disk_and_replaces_an_older_one(server, bucket):
+def test_an_export_leaves_no_weights_on_the_disk_and_replaces_an_older_one(
+    server, bucket, monkeypatch
+):
+    monkeypatch.setattr(weight_files, "MAX_SHARD_BYTES", 4000)
     params = tiny.random_params(tiny.ARCHITECTURE, 0, 0, "lm")
     for name in ("config.json", "model-00009-of-00009.safetensors"):
         bucket_server.put(server, f"{bucket}/actor/{name}", "old")
     with work_directory.open_work_directory(bucket, print) as folder:
-        export_checkpoint(params, tiny.ARCHITECTURE, folder / "actor", max_shard_bytes=4000)
+        export_checkpoint(params, tiny.ARCHITECTURE, folder / "actor")
         # The weights are there before the file that makes the export complete.
         names = bucket_server.names(server, f"{bucket}/actor")
         assert len(names) > 2 and all(name.endswith("safetensors") for name in names)

@@ -45,7 +45,7 @@ def test_an_export_that_does_not_fit_is_named(tmp_path, little_space):
     (tmp_path / "actor").mkdir()
     row = types.SimpleNamespace(full_shape=(1000, 1000), is_exact=False)
     with pytest.raises(UserError, match="an export of the weights needs 4.0 MB; 3.5 MB are free"):
-        write_weights(tmp_path / "actor", {("w",): row}, {}, "float32", 1 << 30)
+        write_weights(tmp_path / "actor", {("w",): row}, {}, "float32")
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def to_hf_config(architecture: Architecture, dtype: str = "float32", head: str =
     }
     activation = a.activation
     if family.activation_aliases.get(family.activation) == activation:
-        activation = family.activation  # the family's own word
+        activation = family.activation  # the family's word
     config |= dict.fromkeys(("hidden_act", *family.activation_fields), activation)
     for name, field in family.fields.items():
         value = getattr(a, field)

@@ -20,7 +20,7 @@ class Family:
     has_token_classifier: bool = True  # there is ...ForTokenClassification with a head `score`
     decoder_class: str = ""  # the language model's class; "": {class_prefix}ForCausalLM
 
-    # Fields of config.json, by the family's own names: here those that differ, by Llama's name.
+    # Fields of config.json, by the family's names: here those that differ, by Llama's name.
     field_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     absent: Set[str] = frozenset()  # fields of Llama that the family lacks
     # Fields of `Architecture` that are the same in all models of the family.
@@ -168,7 +168,7 @@ class Multimodal:
     is_text: bool = False  # there is nothing but the decoder, under another `model_type`
 
     def text_name(self, name: str) -> str:
-        """Return a tensor's name in the decoder's own family; "" if it is left out."""
+        """Return a tensor's name in the decoder's family; "" if it is left out."""
         if name.removeprefix("model.").startswith(_OTHER_PREFIXES):
             return ""
         return _replace_prefix(name, _TEXT_PREFIXES)

@@ -2,7 +2,7 @@
 
 Every field is either read here, with a type and a range, or listed as having no influence on what
 the model computes. Any other field is refused, because it might change the numbers. Names that
-begin with an underscore hold transformers' own notes, such as `_name_or_path`: ignored.
+begin with an underscore hold notes of transformers, such as `_name_or_path`: ignored.
 """
 
 import json

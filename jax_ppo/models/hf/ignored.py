@@ -53,8 +53,8 @@ def is_ignorable(
         return _has_computed_frequencies(checkpoint, name, architecture)
     if name.endswith(CAUSAL_MASKS):
         # [..., queries, keys]: each token sees itself and those before it.
-        mask = checkpoint.read(name)
-        return mask.ndim >= 2 and bool(np.all((mask != 0) == np.tri(*mask.shape[-2:], dtype=np.bool_)))
+        mask = checkpoint.read(name) != 0
+        return mask.ndim >= 2 and bool(np.all(mask == np.tri(*mask.shape[-2:], dtype=np.bool_)))
     if name.endswith(MASKED_LOGITS):
         return bool(np.all(checkpoint.read(name) < LARGEST_MASKED_LOGIT))
     if name in OUTPUT_EMBEDDINGS:

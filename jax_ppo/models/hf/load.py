@@ -173,7 +173,7 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Read the weights of a checkpoint into sharded arrays.
 
-    Each process reads only the parts of its own devices, and holds one layer of one parameter (of
+    Each process reads only the parts of its devices, and holds one layer of one parameter (of
     all experts that its devices have) in host memory at a time. In a run of several processes, all
     of them must call this.
 

@@ -21,7 +21,7 @@ from jax_ppo.models.hf.fields import ConfigReader, read_json_object, write_json
 from jax_ppo.models.hf.files import SafetensorsCheckpoint
 from jax_ppo.models.hf.load import read_parameters, tensors_to_read, validate_tensors
 from jax_ppo.models.hf.names import PEFT_PREFIX, adapter_tensor_table, module_names
-from jax_ppo.models.hf.save import VALUE_UNIT, atomic_folder, exported_head
+from jax_ppo.models.hf.save import atomic_folder, exported_head, write_value_unit
 from jax_ppo.models.hf.tensors import TensorTable, abbreviate, flatten_like
 from jax_ppo.models.hf.weight_files import write_weights
 from jax_ppo.models.lora import Lora
@@ -55,34 +55,29 @@ def holds_adapters(folder: str | Path) -> bool:
 
 def holds_critic(folder: str | Path) -> bool:
     """Return whether a folder holds a classifier of tokens, as critics are exported."""
-    folder = Path(folder)
     if holds_adapters(folder):
-        return read_json_object(folder / ADAPTER_CONFIG).get("task_type") == "TOKEN_CLS"
-    if not (folder / "config.json").exists():
-        return False
-    classes = read_json_object(folder / "config.json").get("architectures") or [""]
+        return read_json_object(Path(folder) / ADAPTER_CONFIG).get("task_type") == "TOKEN_CLS"
+    file = Path(folder) / "config.json"
+    classes = (read_json_object(file).get("architectures") if file.exists() else None) or [""]
     return str(classes[0]).endswith("ForTokenClassification")
 
 
 def peft_obstacle(architecture: Architecture, lora: Lora) -> str:
     """Return why PEFT's format cannot hold these adapters, or "" if it can."""
-    fused_projections = FAMILIES[architecture.family].fused_projections
-    fused = [name for names in fused_projections for name in names if name in lora.targets]
-    taken = [
-        name for name in FAMILIES[architecture.family].expert_names_in_peft if name in lora.targets
-    ]
-    if taken:
+    family = FAMILIES[architecture.family]
+    if taken := [name for name in family.expert_names_in_peft if name in lora.targets]:
         return (
             f"PEFT takes {', '.join(taken)} of {architecture.family} for routed experts', which "
             "have no adapters; leave them out of config.model.lora.targets for a folder that PEFT "
             "loads"
         )
-    if not fused:
-        return ""
-    return (
-        f"checkpoints of {architecture.family} hold {', '.join(fused)} in larger tensors, for "
-        "which PEFT's format has no adapters of their own"
-    )
+    fused = [name for names in family.fused_projections for name in names if name in lora.targets]
+    if fused:
+        return (
+            f"checkpoints of {architecture.family} hold {', '.join(fused)} in larger tensors, for "
+            "whose parts PEFT's format has no separate adapters"
+        )
+    return ""
 
 
 def read_adapter_config(folder: str | Path, architecture: Architecture) -> tuple[Lora, str]:
@@ -102,11 +97,9 @@ def read_adapter_config(folder: str | Path, architecture: Architecture) -> tuple
     if reader.boolean("use_rslora", nullable=True):
         # The rank-stabilized scale is alpha / sqrt(r) instead of alpha / r.
         alpha *= rank**0.5
-    targets = _adapted_projections(folder, architecture)
-    base_model = ""
-    if config.get("base_model_name_or_path") is not None:
-        base_model = reader.string("base_model_name_or_path")
-    return Lora(rank, float(alpha), targets), base_model
+    name = "base_model_name_or_path"
+    base_model = "" if config.get(name) is None else reader.string(name)
+    return Lora(rank, float(alpha), _adapted_projections(folder, architecture)), base_model
 
 
 def _refuse_unsupported(
@@ -118,12 +111,11 @@ def _refuse_unsupported(
             neutral = (True, *neutral)  # it describes the base's kernels
         if name in config and config[name] not in neutral:
             raise reader.error(f"{name}={config[name]!r} is not supported, only {neutral[0]!r} is")
-    trained_modules = reader.strings("modules_to_save") or ()
+    modules = reader.strings("modules_to_save") or ()
     # PEFT itself adds both names for a sequence classifier.
-    if not set(trained_modules) <= {"score", "classifier"}:
+    if not {"score", "classifier"}.issuperset(modules):
         raise reader.error(
-            f"modules_to_save={trained_modules!r} is not supported, only ['score'] of a reward "
-            "model is"
+            f"modules_to_save={modules!r} is not supported, only ['score'] of a reward model is"
         )
 
 
@@ -207,37 +199,27 @@ def save_adapters(
     folder: str | Path,
     base_model: str,
     revision: str | None = None,
-    per_token: bool = False,
-    value_unit: dict[str, float] | None = None,
+    critic_unit: dict[str, float] | None = None,
 ) -> None:
     """Write a folder that PEFT loads; it appears complete or not at all.
 
     In a run of several processes, all of them must call this; process 0 writes. Adapters with a
     scalar head belong to a sequence classifier. `base_model` is a hub name, with its `revision`, or
-    a path; the other arguments are as for `export_checkpoint`.
+    a path; `critic_unit` is as for `export_checkpoint`.
 
     Raises:
       ValueError: `adapters` does not have this shape.
       UserError: `folder` holds something other than adapters.
     """
-    adapters, head = exported_head(adapters, architecture, per_token)
+    adapters, head = exported_head(adapters, architecture, critic_unit)
     rows = adapter_tensor_table(architecture, lora.rank, lora.targets, head)
     arrays = flatten_like(adapters, rows, "`adapters`")
-    total_bytes = sum(4 * int(np.prod(row.full_shape)) for row in rows.values())
     with atomic_folder(Path(folder), ADAPTER_CONFIG, ADAPTER_WEIGHTS) as temporary:
         if distributed.is_main():
             config = to_adapter_config(architecture, lora, head, base_model, revision)
             write_json(temporary / ADAPTER_CONFIG, config)
-            if value_unit is not None:
-                write_json(temporary / VALUE_UNIT, value_unit)
-        write_weights(
-            Path(folder),
-            rows=rows,
-            arrays=arrays,
-            dtype="float32",
-            max_shard_bytes=total_bytes,
-            single_file=ADAPTER_WEIGHTS,
-        )
+        write_value_unit(temporary, critic_unit)
+        write_weights(Path(folder), rows, arrays, "float32", only_file=ADAPTER_WEIGHTS)
 
 
 def to_adapter_config(
@@ -248,21 +230,17 @@ def to_adapter_config(
     `head` is as in `config_export.to_hf_config`, `revision` that of the base model on the hub.
     """
     alpha = lora.alpha
-    if alpha == int(alpha):
-        alpha = int(alpha)
-    task = {"lm": "CAUSAL_LM", "scalar": "SEQ_CLS", "token": "TOKEN_CLS"}[head]
-    trained_modules = None if head == "lm" else ["score"]
     return {
         "peft_type": "LORA",
-        "task_type": task,
+        "task_type": {"lm": "CAUSAL_LM", "scalar": "SEQ_CLS", "token": "TOKEN_CLS"}[head],
         "base_model_name_or_path": base_model,
         "revision": revision,
         "inference_mode": True,
         "r": lora.rank,
-        "lora_alpha": alpha,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": 0.0,
         "target_modules": module_names(architecture, lora.targets),
-        "modules_to_save": trained_modules,
+        "modules_to_save": None if head == "lm" else ["score"],
         "bias": "none",
         "fan_in_fan_out": FAMILIES[architecture.family].input_first,
         "init_lora_weights": True,

@@ -1,6 +1,7 @@
 """Export of parameters as a folder that transformers loads: weights, config and tokenizer files."""
 
 import contextlib
+import itertools
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -16,18 +17,11 @@ from jax_ppo.models.hf import tensors
 from jax_ppo.models.hf.config_export import update_hf_config
 from jax_ppo.models.hf.families import FAMILIES
 from jax_ppo.models.hf.fields import read_json_object, write_json
-from jax_ppo.models.hf.names import adapter_tensor_table, tensor_table
+from jax_ppo.models.hf.names import tensor_table
 from jax_ppo.models.hf.tensors import TensorTable, flatten_like
-from jax_ppo.models.hf.weight_files import (
-    EXPORT_DTYPES,
-    MergedKernel,
-    temporary_folder,
-    write_weights,
-)
-from jax_ppo.models.lora import Lora
+from jax_ppo.models.hf.weight_files import EXPORT_DTYPES, temporary_folder, write_weights
 from jax_ppo.runtime import distributed, work_directory
 
-GIB = 1024**3
 VALUE_UNIT = "value_unit.json"  # moments of the returns that a critic's values are normalized by
 DESCRIPTION = ("config.json", "generation_config.json")  # by these an export is recognized
 _COPIED_FILES = (
@@ -50,11 +44,7 @@ def export_checkpoint(
     dtype: str = "float32",
     source_folder: str | Path | None = None,
     tokenizer_folder: str | Path | None = None,
-    max_shard_bytes: int = 4 * GIB,
-    adapters: dict[str, Any] | None = None,
-    lora: Lora | None = None,
-    per_token: bool = False,
-    value_unit: dict[str, float] | None = None,
+    critic_unit: dict[str, float] | None = None,
 ) -> None:
     """Write a Hugging Face folder: a causal language model or, with a scalar head, a classifier.
 
@@ -64,19 +54,17 @@ def export_checkpoint(
     files do not depend on the number of processes.
 
     Args:
-      params: parameters of one role in the stacked form (transformer.py, heads.py), on any devices.
+      params: parameters of one role in the stacked form (transformer.py, heads.py), on any devices,
+        or what `weight_files.merge_adapters` returned.
       architecture: their architecture.
       folder: the folder; an earlier export in it is replaced.
       dtype: type of the weights in the files, "float32" or "bfloat16".
       source_folder: folder of the checkpoint that the model started from. Its tokenizer files and
         generation defaults are copied, and the fields of config.json that need not change.
       tokenizer_folder: folder whose tokenizer files are copied instead, if it differs.
-      max_shard_bytes: maximum size of a weight file, unless a single tensor is larger.
-      adapters: adapters to merge into `params` during the export, one tensor at a time.
-      lora: shape of the adapters.
-      per_token: write a scalar head as a classifier of tokens, as a critic is one, instead of one
-        of sequences. Families for which transformers has none get one of sequences.
-      value_unit: the contents of value_unit.json; `None` writes none.
+      critic_unit: for a critic, the contents of value_unit.json, {} to write none: its scalar head
+        is written as a classifier of tokens instead of one of sequences, except of families for
+        which transformers has none.
 
     Raises:
       ValueError: `params` does not fit the architecture, or `dtype` is unknown.
@@ -84,32 +72,35 @@ def export_checkpoint(
     """
     if dtype not in EXPORT_DTYPES:
         raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(map(repr, EXPORT_DTYPES))}")
-    params, head = exported_head(params, architecture, per_token)
+    params, head = exported_head(params, architecture, critic_unit)
     rows = tensor_table(architecture, head)
     arrays = flatten_like(params, rows, "`params`")
     _validate_shapes(arrays, rows)
-    if adapters is not None and lora is not None:
-        arrays |= _merged_kernels(arrays, adapters, architecture, lora)
     with atomic_folder(Path(folder), *DESCRIPTION) as temporary:
         if distributed.is_main():
             _write_description(
                 temporary, architecture, dtype, head, source_folder, tokenizer_folder
             )
-            if value_unit is not None:
-                write_json(temporary / VALUE_UNIT, value_unit)
-        write_weights(Path(folder), rows, arrays, dtype, max_shard_bytes)
+        write_value_unit(temporary, critic_unit)
+        write_weights(Path(folder), rows, arrays, dtype)
+
+
+def write_value_unit(folder: Path, critic_unit: dict[str, float] | None) -> None:
+    """Write value_unit.json, if there is something to write."""
+    if critic_unit and distributed.is_main():
+        write_json(folder / VALUE_UNIT, critic_unit)
 
 
 def exported_head(
-    params: dict[str, Any], architecture: Architecture, per_token: bool
+    params: dict[str, Any], architecture: Architecture, critic_unit: dict[str, float] | None
 ) -> tuple[dict[str, Any], str]:
     """Return parameters, or adapters, with their head as transformers stores it, and its name.
 
-    `per_token` is as for `export_checkpoint`, and names are as in `names.HEADS`.
+    `critic_unit` is as for `export_checkpoint`, and names are as in `names.HEADS`.
     """
     if "score" not in params:
         return params, "lm"
-    if not per_token or not FAMILIES[architecture.family].has_token_classifier:
+    if critic_unit is None or not FAMILIES[architecture.family].has_token_classifier:
         return params, "scalar"
     return params | {"score": params["score"] | {"bias": jnp.zeros(1)}}, "token"
 
@@ -134,8 +125,12 @@ def _write_description(
     }
     defaults |= {name: value for name, value in ids.items() if value is not None}
     write_json(folder / "generation_config.json", defaults)
-    if tokenizer := tokenizer_folder or source_folder:
-        _copy_tokenizer(Path(tokenizer), folder)
+    if source := tokenizer_folder or source_folder:
+        matches = (Path(source).glob(pattern) for pattern in _COPIED_FILES)
+        for file in filter(Path.is_file, itertools.chain.from_iterable(matches)):
+            copy = folder / file.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, copy)  # follows the links of the hub's cache
 
 
 def _validate_shapes(arrays: Mapping[tensors.Path, jax.Array], rows: TensorTable) -> None:
@@ -174,40 +169,11 @@ def atomic_folder(folder: Path, *members: str) -> Iterator[Path]:
     distributed.barrier("export")
 
 
-def _merged_kernels(
-    arrays: Mapping[tensors.Path, jax.Array],
-    adapters: dict[str, Any],
-    architecture: Architecture,
-    lora: Lora,
-) -> dict[tensors.Path, MergedKernel]:
-    """Return the kernels that have adapters, together with these."""
-    rows = adapter_tensor_table(architecture, lora.rank, lora.targets, "lm")
-    flat = flatten_like(adapters, rows, "`adapters`")
-    merged = {}
-    for *path, _ in rows:
-        merged[*path, "kernel"] = MergedKernel(
-            kernel=arrays[*path, "kernel"],
-            lora_a=flat[*path, "lora_a"],
-            lora_b=flat[*path, "lora_b"],
-            scale=lora.scale,
-        )
-    return merged
-
-
 def _read_source(folder: str | Path | None, name: str) -> dict[str, Any]:
     """Return a JSON file of the checkpoint that a model started from; {} if there is none."""
     if folder is None or not (Path(folder) / name).exists():
         return {}
     return read_json_object(Path(folder) / name)
-
-
-def _copy_tokenizer(source: Path, target: Path) -> None:
-    for pattern in _COPIED_FILES:
-        for file in source.glob(pattern):
-            if file.is_file():
-                copy = target / file.relative_to(source)
-                copy.parent.mkdir(exist_ok=True)
-                shutil.copyfile(file, copy)  # follows the links of the hub's cache
 
 
 def refuse_foreign_folder(folder: Path, members: tuple[str, ...] = DESCRIPTION) -> None:

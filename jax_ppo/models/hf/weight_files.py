@@ -11,33 +11,40 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import traverse_util
 from jax.sharding import NamedSharding
 
-from jax_ppo.models.architecture import EXACT_PARAMETERS
+from jax_ppo.models.architecture import EXACT_PARAMETERS, Architecture
 from jax_ppo.models.hf import tensors
 from jax_ppo.models.hf.fields import write_json
 from jax_ppo.models.hf.files import SAFETENSORS_DTYPES, write_safetensors
 from jax_ppo.models.hf.model_folders import INDEX_FILE, SINGLE_FILE
+from jax_ppo.models.hf.names import adapter_tensor_table
 from jax_ppo.models.hf.tensors import TensorTable
-from jax_ppo.models.lora import merge_kernel
+from jax_ppo.models.lora import Lora, merge_kernel
 from jax_ppo.runtime import distributed, sharding, work_directory
 from jax_ppo.storage import disk_space
+from jax_ppo.types import Params
 
+GIB = 1024**3
+MAX_SHARD_BYTES = 4 * GIB  # of a weight file, unless a single tensor is larger
 # Not float16, whose range is smaller than that of the parameters.
 EXPORT_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 
 
 @dataclasses.dataclass(frozen=True)
 class MergedKernel:
-    """A kernel and its adapters, which take the place of one array in an export.
+    """A kernel and its adapters, which take the place of one array in an export."""
 
-    The kernel is [L, in, out], its adapters [L, in, r] and [L, r, out].
-    """
-
-    kernel: jax.Array
-    lora_a: jax.Array
-    lora_b: jax.Array
+    kernel: jax.Array  # [L, in, out]
+    lora_a: jax.Array  # [L, in, r]
+    lora_b: jax.Array  # [L, r, out]
     scale: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the kernel."""
+        return self.kernel.shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,20 +59,26 @@ class ExportedTensor:
 Arrays = Mapping[tensors.Path, jax.Array | MergedKernel]
 
 
+def merge_adapters(
+    params: Params, adapters: Params, architecture: Architecture, lora: Lora
+) -> dict[str, Any]:
+    """Return parameters to export with adapters, which are merged one tensor at a time."""
+    rows = adapter_tensor_table(architecture, lora.rank, lora.targets, "lm")
+    flat = tensors.flatten_like(adapters, rows, "`adapters`")
+    merged: dict[tensors.Path, Any] = traverse_util.flatten_dict(params)
+    for path in {path[:-1] for path in rows}:
+        kernel, parts = merged[*path, "kernel"], (flat[*path, "lora_a"], flat[*path, "lora_b"])
+        merged[*path, "kernel"] = MergedKernel(kernel, *parts, lora.scale)
+    return traverse_util.unflatten_dict(merged)
+
+
 def write_weights(
-    folder: Path,
-    rows: TensorTable,
-    arrays: Arrays,
-    dtype: str,
-    max_shard_bytes: int,
-    single_file: str = SINGLE_FILE,
+    folder: Path, rows: TensorTable, arrays: Arrays, dtype: str, only_file: str = ""
 ) -> None:
     """Write the weight files of an export and, if there are several, their index.
 
-    They go to its temporary folder. Every process must call this.
-
-    `max_shard_bytes` is the maximum size of a file, unless a single tensor is larger; `single_file`
-    the name of the file if there is only one.
+    They go to its temporary folder: to `only_file`, or to files of at most `MAX_SHARD_BYTES`.
+    Every process must call this.
     """
     itemsize = SAFETENSORS_DTYPES[EXPORT_DTYPES[dtype]].itemsize
     total_bytes = sum(
@@ -76,10 +89,12 @@ def write_weights(
     bucket = work_directory.bucket_of(folder)
     if distributed.is_main() or bucket:
         # Files that go to a bucket are on this disk one at a time.
-        needed = min(total_bytes, max_shard_bytes) if bucket else total_bytes
+        needed = total_bytes
+        if bucket and not only_file:
+            needed = min(total_bytes, MAX_SHARD_BYTES)
         disk_space.require_free_space(folder.parent, needed, "an export of the weights")
-    shards = _split_into_shards(rows, itemsize, max_shard_bytes)
-    names = [single_file]
+    shards = _split_into_shards(rows, itemsize, total_bytes if only_file else MAX_SHARD_BYTES)
+    names = [only_file or SINGLE_FILE]
     if len(shards) > 1:
         names = [
             f"model-{number:05d}-of-{len(shards):05d}.safetensors"

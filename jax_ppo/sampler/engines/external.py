@@ -20,7 +20,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.models import heads
 from jax_ppo.models.hf.peft import save_adapters
 from jax_ppo.models.hf.save import export_checkpoint
-from jax_ppo.models.hf.weight_files import EXPORT_DTYPES
+from jax_ppo.models.hf.weight_files import EXPORT_DTYPES, merge_adapters
 from jax_ppo.models.lora import (
     enlarge_adapters,
     join_adapters,
@@ -181,14 +181,11 @@ class ExternalEngine:
         save_adapters(adapters, architecture, lora, self.adapters, base_model=str(self.weights))
 
     def _export(self, base: Params, adapters: Params | None) -> None:
+        architecture, lora = self.actor.architecture, self.actor.lora
+        if adapters is not None and lora is not None:
+            base = merge_adapters(base, adapters, architecture, lora)
         export_checkpoint(
-            base,
-            self.actor.architecture,
-            self.weights,
-            dtype=self.dtype,
-            source_folder=self.folder,
-            adapters=adapters,
-            lora=self.actor.lora,
+            base, architecture, self.weights, dtype=self.dtype, source_folder=self.folder
         )
 
     def load_weights(self) -> None:

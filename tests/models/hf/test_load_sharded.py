@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import hf_reference as reference
+from jax_ppo.models.hf import weight_files
 from jax_ppo.models.hf.save import export_checkpoint
 from waiting import finish_all
 
@@ -77,7 +78,8 @@ def counting_write(row, values, tensor):
     return values
 
 write_tensor, TensorMapping.write = TensorMapping.write, counting_write
-save.export_checkpoint(params, architecture, out, max_shard_bytes=30_000)
+weight_files.MAX_SHARD_BYTES = 30_000
+save.export_checkpoint(params, architecture, out)
 print(json.dumps({"blocks": blocks, "files": files, "most bytes": most}))
 """
 
@@ -107,11 +109,12 @@ def finish(processes):
 
 
 @pytest.fixture
-def source(tmp_path):
+def source(tmp_path, monkeypatch):
     """Write a checkpoint, and in `~one` the export of one device next to it."""
     reference.save(tmp_path / "source", "qwen2", vocab_size=96)
     architecture, params = reference.load(tmp_path / "source")
-    export_checkpoint(params, architecture, tmp_path / "one", max_shard_bytes=30_000)
+    monkeypatch.setattr(weight_files, "MAX_SHARD_BYTES", 30_000)
+    export_checkpoint(params, architecture, tmp_path / "one")
     return tmp_path / "source"
 
 

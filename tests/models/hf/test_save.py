@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 
 import hf_reference as reference
 from jax_ppo.errors import UserError
+from jax_ppo.models.hf import weight_files
 from jax_ppo.models.hf.config import from_hf_config
 from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.models.hf.save import export_checkpoint
@@ -50,10 +51,11 @@ def test_there_and_back(family, changes, tmp_path):
     reference.assert_same_logits(reference.reload(tmp_path / "out"), model, reference.tokens())
 
 
-def test_shards(tmp_path):
+def test_shards(tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_files, "MAX_SHARD_BYTES", 20_000)
     model = reference.save(tmp_path / "source", "qwen2")
     architecture, params = reference.load(tmp_path / "source")
-    export_checkpoint(params, architecture, tmp_path / "out", max_shard_bytes=20_000)
+    export_checkpoint(params, architecture, tmp_path / "out")
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     files = sorted(tmp_path.glob("out/*.safetensors"))
     assert len(files) > 3 and {file.name for file in files} == set(index["weight_map"].values())
@@ -88,7 +90,7 @@ def test_a_scalar_head_is_read_as_a_classifier(family, unit, tmp_path):
     architecture, params = reference.load(tmp_path / "source", "scalar")
     params["score"]["kernel"] = np.linspace(-1, 1, 32, dtype=np.float32)[:, None]
     out = tmp_path / "out"
-    export_checkpoint(params, architecture, out, per_token=unit == "Token")
+    export_checkpoint(params, architecture, out, critic_unit={} if unit == "Token" else None)
     theirs = reference.reload(out, task=f"{unit}Classification")
     config = json.loads((out / "config.json").read_text())
     assert config["architectures"] == [f"{reference.CLASS_PREFIXES[family]}For{unit}Classification"]
@@ -104,7 +106,7 @@ def test_a_scalar_head_is_read_as_a_classifier(family, unit, tmp_path):
 def test_a_critic_of_a_family_without_token_classifier_is_a_sequence_classifier(tmp_path):
     reference.save(tmp_path / "source", "olmo2")
     architecture, params = reference.load(tmp_path / "source", "scalar")
-    export_checkpoint(params, architecture, tmp_path / "out", per_token=True)
+    export_checkpoint(params, architecture, tmp_path / "out", critic_unit={})
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["architectures"] == ["Olmo2ForSequenceClassification"]
     assert "score.bias" not in load_file(tmp_path / "out/model.safetensors")
@@ -166,11 +168,13 @@ def test_the_tokenizer_may_come_from_another_folder(tmp_path):
         assert (tmp_path / "out/tokenizer.json").read_text() == expected
 
 
-def test_an_export_is_replaced_whole_and_nothing_else_ever(tmp_path):
+def test_an_export_is_replaced_whole_and_nothing_else_ever(tmp_path, monkeypatch):
     reference.save(tmp_path / "source")
     architecture, params = reference.load(tmp_path / "source")
     out = tmp_path / "out"
-    export_checkpoint(params, architecture, out, max_shard_bytes=20_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(weight_files, "MAX_SHARD_BYTES", 20_000)
+        export_checkpoint(params, architecture, out)
     (tmp_path / ".out.writing").mkdir()  # the state that a killed run leaves
     export_checkpoint(params, architecture, out)
     assert {path.name for path in out.iterdir()} == {
