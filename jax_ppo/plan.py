@@ -7,13 +7,19 @@ config.json is read.
 
 import json
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from jax_ppo.config import command_line
 from jax_ppo.config.schema import Config
-from jax_ppo.errors import UserError, exit_on_user_error
+from jax_ppo.errors import UserError, counted, exit_on_user_error
 from jax_ppo.runtime import backends, topologies
 from jax_ppo.runtime.topologies import Topology
 
+if TYPE_CHECKING:  # imported once the environment is prepared for the topology
+    from jax_ppo.memory.step_plan import StepPlan
+
+GIB = 2**30
 USAGE = """\
 usage: python -m jax_ppo.plan --config=FILE[:ARG] --topology=TYPE:SHAPE
            [--config.OPTION=VALUE ...] [--json] [--arithmetic]
@@ -25,6 +31,25 @@ usage: python -m jax_ppo.plan --config=FILE[:ARG] --topology=TYPE:SHAPE
 Prints the memory of each device in each phase of a step of `jax_ppo.train` with these options, and
 a lower bound of its time. Takes the same options as jax_ppo.train.
 """
+
+_COLUMNS = {
+    "parameters": "params",
+    "optimizer": "optimizer",
+    "gradients": "gradients",
+    "frozen": "frozen",
+    "decoding_copy": "decoding",
+    "cache": "cache",
+    "batch": "batch",
+    "process": "process",
+    "temporaries": "temporary",
+}
+_PREDICTION = (
+    "A prediction, not a measurement: the slower of matrix products and of reading weights and\n"
+    "caches at the device's peak rates, all prompts and responses at their maximum lengths, no\n"
+    "exchanges, no work on the host. Runs are slower."
+)
+_MOST_REMEDIES = 8
+_USUAL_AXES = ("data", "fsdp", "model")
 
 
 def main(arguments: list[str]) -> None:
@@ -42,7 +67,7 @@ def main(arguments: list[str]) -> None:
     if "--json" in flags:
         print(json.dumps(plan.to_json(), indent=2))
     else:
-        print(step_plan.format_plan(plan))
+        print(format_plan(plan))
 
 
 def read_plan_arguments(arguments: list[str]) -> tuple[Config, Topology, set[str]]:
@@ -62,6 +87,101 @@ def read_plan_arguments(arguments: list[str]) -> tuple[Config, Topology, set[str
     topology = topologies.parse_topology(plan_flags.pop("--topology"))
     config, _ = command_line.read_command_line(train_arguments, "plan")
     return config, topology, set(plan_flags)
+
+
+def format_plan(plan: "StepPlan") -> str:
+    """Return the plan as lines of text."""
+    parts = [_heading(plan), _memory_table(plan), _verdict(plan)]
+    if plan.fits is False:
+        parts.append(_remedies(plan))
+    if plan.seconds is not None:
+        parts += [_time_table(plan), _PREDICTION]
+    return "\n\n".join(parts)
+
+
+def _heading(plan: "StepPlan") -> str:
+    shape = _mesh_text(plan.mesh)
+    if plan.rollout_mesh != plan.mesh or plan.decoding_devices:
+        shape += ", decoding on "
+        if plan.decoding_devices:
+            shape += f"{counted(plan.decoding_devices, 'other device')}, "
+        shape += _mesh_text(plan.rollout_mesh)
+    return f"{plan.topology.name}, mesh {shape}\ntemporaries: {plan.source}"
+
+
+def _mesh_text(shape: dict[str, int]) -> str:
+    # Rarely used axes are left out if they split nothing.
+    shown_axes = {axis: size for axis, size in shape.items() if size > 1 or axis in _USUAL_AXES}
+    return " x ".join(f"{axis} {size}" for axis, size in shown_axes.items())
+
+
+def _memory_table(plan: "StepPlan") -> str:
+    # Only the memory of a single CPU has the process in it.
+    counts = any(program.memory.process for program in plan.programs)
+    columns = {name: title for name, title in _COLUMNS.items() if counts or name != "process"}
+    rows = [["GiB per device", *columns.values(), "peak"]]
+    for program in plan.programs:
+        figures = [getattr(program.memory, column) for column in (*columns, "peak")]
+        rows.append([program.label, *(f"{value / GIB:.2f}" for value in figures)])
+    return _table(rows)
+
+
+def _verdict(plan: "StepPlan") -> str:
+    peak = plan.peak / GIB
+    if plan.available is None:
+        line = f"Peak {peak:.2f} GiB per device; the memory of the devices is unknown."
+    else:
+        verdict = _fit_text(plan.peak, plan.available)
+        line = f"Peak {peak:.2f} GiB of {plan.available / GIB:.2f} GiB per device: {verdict}."
+    refused = [program.label for program in plan.programs if program.is_refused]
+    if refused:
+        line += (
+            f"\nThe compiler refused: {'; '.join(refused)}. Its figures may count replaced arrays "
+            "twice."
+        )
+    return line
+
+
+def _remedies(plan: "StepPlan") -> str:
+    assert plan.available is not None and plan.estimated_peak is not None, "it does not fit"
+    if not plan.remedies:
+        return "No change of a single option saves memory: more devices are needed."
+    now = f"{plan.estimated_peak / GIB:.2f} now"
+    lines = [f"Changes that save the most (estimated, GiB per device, {now}):"]
+    for options, needed in plan.remedies[:_MOST_REMEDIES]:
+        saved = plan.estimated_peak - needed
+        verdict = _fit_text(needed, plan.available)
+        lines.append(f"  {options}: {needed / GIB:.2f}, saves {saved / GIB:.2f}; {verdict}")
+    return "\n".join(lines)
+
+
+def _fit_text(needed: int, available: float) -> str:
+    return "fits" if needed <= available else "does not fit"
+
+
+def _time_table(plan: "StepPlan") -> str:
+    rows = [["per device", "TFLOP", "GB read", "seconds"]]
+    for program in plan.programs:
+        figures = (program.flops / 1e12, program.read_bytes / 1e9, program.seconds)
+        rows.append([program.label, *(f"{figure:.3g}" for figure in figures)])
+    seconds = plan.seconds
+    assert seconds is not None, "the caller has checked"
+    rows.append(["step", "", "", f"{seconds:.3g}"])
+    return (
+        f"{_table(rows)}\n\n{plan.tokens / seconds:,.0f} tokens per second, of which "
+        f"{plan.response_tokens / seconds:,.0f} are sampled"
+    )
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Return columns of equal width; the first is aligned to the left."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -36,8 +36,16 @@ def measure_programs(step: AbstractStep) -> tuple[dict[str, ProgramMemory], set[
       UserError: the compiler failed for another reason than memory.
     """
     recorder = _Recorder(step.mesh, step.decoding_weights)
-    with jax.set_mesh(step.mesh), run_on_shapes(recorder):
-        take_step_on_shapes(step, step.state, step.batches())
+    try:
+        with run_on_shapes(recorder):
+            take_step_on_shapes(step, step.state, step.batches())
+    except UserError as error:
+        if step.is_separate and step.hosts > 1:
+            raise UserError(
+                f"config.rollout.mesh.devices={step.rollout_mesh.size}: takes a part of each of "
+                f"{step.hosts} hosts, which compilers of TPUs may refuse: {error}"
+            ) from error
+        raise
     # Arrays that have a separate column, by identity: each program gets the shapes that the one
     # before it returned.
     copies = [x for program in recorder.programs["prepare_weights"] for x in program.results]

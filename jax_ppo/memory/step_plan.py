@@ -1,18 +1,16 @@
-"""The plan of a step, compiled for the machine or else estimated, and its tables as text."""
+"""The plan of a step, compiled for the machine or else estimated."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config
-from jax_ppo.errors import UserError, counted
 from jax_ppo.kernels.platform import assume_platform
 from jax_ppo.memory.abstract_step import AbstractStep, build_abstract_step
 from jax_ppo.memory.compiler_figures import measure_programs
-from jax_ppo.memory.memory_check import GIB
 from jax_ppo.memory.memory_estimate import ProgramMemory, estimate_memory
 from jax_ppo.memory.remedies import PossibleChanges, rank_remedies
 from jax_ppo.memory.step_flops import count_program_flops
@@ -25,6 +23,12 @@ from jax_ppo.runtime.topologies import (
     Topology,
     cpu_devices,
     described_devices,
+)
+
+# Fields and properties of a plan that stand in its JSON as they are.
+_JSON_FIGURES = (
+    *("mesh", "rollout_mesh", "decoding_devices", "available", "peak", "estimated_peak", "fits"),
+    "source",
 )
 
 
@@ -89,21 +93,12 @@ class StepPlan:
         copied, beside = known.pop("prepare_weights"), known.pop("sample")
         return copied + max(beside, sum(known.values()))
 
-    def _per_second(self, tokens: int) -> float | None:
-        return tokens / self.seconds if self.seconds else None
-
     def to_json(self) -> dict[str, Any]:
         """Return all figures, in bytes, operations and seconds."""
         return {
             "topology": self.topology.name,
             "devices": self.topology.num_devices,
-            "mesh": self.mesh,
-            "rollout_mesh": self.rollout_mesh,
-            "decoding_devices": self.decoding_devices,
-            "available": self.available,
-            "peak": self.peak,
-            "fits": self.fits,
-            "source": self.source,
+            **{name: getattr(self, name) for name in _JSON_FIGURES},
             "programs": [
                 {
                     "name": program.name,
@@ -117,9 +112,10 @@ class StepPlan:
                 for program in self.programs
             ],
             "predicted_step_seconds": self.seconds,
-            "predicted_tokens_per_second": self._per_second(self.tokens),
-            "predicted_response_tokens_per_second": self._per_second(self.response_tokens),
-            "estimated_peak": self.estimated_peak,
+            "predicted_tokens_per_second": self.seconds and self.tokens / self.seconds,
+            "predicted_response_tokens_per_second": (
+                self.seconds and self.response_tokens / self.seconds
+            ),
             "remedies": [
                 {"options": options, "estimated_peak": needed} for options, needed in self.remedies
             ],
@@ -148,11 +144,7 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
     with assume_platform("gpu" if platform == "cuda" else platform):  # JAX's name
         with jax.set_mesh(mesh):
             step = build_abstract_step(config, mesh, hosts)
-        refused: set[str] = set()
-        if devices is None:
-            memory = _estimate(step)
-        else:
-            memory, refused = _measure(step)
+            memory, refused = measure_programs(step) if devices else (estimate_memory(step), set())
         plan = StepPlan(
             topology=topology,
             mesh=dict(mesh.shape),
@@ -166,13 +158,15 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
             response_tokens=step.samples * config.data.max_response_length,
         )
         if plan.fits is False:
-            estimated = _peak(_estimate(step))
-            ranked = rank_remedies(
-                PossibleChanges(config, mesh),
-                lambda changed, mesh: _peak(_estimate(_build_step(changed, mesh))),
-                estimated,
-                plan.available,
-            )
+
+            def estimate_peak(config: Config, mesh: Mesh) -> int:
+                with jax.set_mesh(mesh):
+                    memory = estimate_memory(build_abstract_step(config, mesh))
+                return max(program.peak for program in memory.values())
+
+            estimated = estimate_peak(config, mesh)
+            changes = PossibleChanges(config, mesh)
+            ranked = rank_remedies(changes, estimate_peak, estimated, plan.available)
             remedies = tuple((remedy.options, remedy.needed) for remedy in ranked)
             plan = dataclasses.replace(plan, remedies=remedies, estimated_peak=estimated)
     return plan
@@ -189,33 +183,6 @@ def _describe_machine(topology: Topology, compiles: bool) -> tuple[list[jax.Devi
         return None, f"{estimated}, because {missing}"
     kind = devices[0].device_kind
     return devices, f"compiled for {kind} ({devices[0].client.platform_version})"
-
-
-def _build_step(config: Config, mesh: jax.sharding.Mesh) -> AbstractStep:
-    with jax.set_mesh(mesh):
-        return build_abstract_step(config, mesh)
-
-
-def _estimate(step: AbstractStep) -> dict[str, ProgramMemory]:
-    with jax.set_mesh(step.mesh):
-        return estimate_memory(step)
-
-
-def _peak(memory: dict[str, ProgramMemory]) -> int:
-    return max(program.peak for program in memory.values())
-
-
-def _measure(step: AbstractStep) -> tuple[dict[str, ProgramMemory], set[str]]:
-    try:
-        return measure_programs(step)
-    except UserError as error:
-        if step.is_separate and step.hosts > 1:
-            option = f"config.rollout.mesh.devices={step.rollout_mesh.size}"
-            raise UserError(
-                f"{option}: takes a part of each of {step.hosts} hosts, which compilers of TPUs "
-                f"may refuse: {error}"
-            ) from error
-        raise
 
 
 def _plan_programs(
@@ -279,118 +246,3 @@ def _count_read_bytes(step: AbstractStep, program: StepProgram) -> float:
         trained = (step.role(program.role).trained, step.state.optimizers[program.role])
         return steps * (micro_batches * read + 2.0 * bytes_per_device(trained))
     return 0.0
-
-
-_COLUMNS = {
-    "parameters": "params",
-    "optimizer": "optimizer",
-    "gradients": "gradients",
-    "frozen": "frozen",
-    "decoding_copy": "decoding",
-    "cache": "cache",
-    "batch": "batch",
-    "process": "process",
-    "temporaries": "temporary",
-}
-_PREDICTION = (
-    "A prediction, not a measurement: the slower of matrix products and of reading weights and\n"
-    "caches at the device's peak rates, all prompts and responses at their maximum lengths, no\n"
-    "exchanges, no work on the host. Runs are slower."
-)
-_MOST_REMEDIES = 8
-_USUAL_AXES = ("data", "fsdp", "model")
-
-
-def format_plan(plan: StepPlan) -> str:
-    """Return the plan as lines of text."""
-    parts = [_heading(plan), _memory_table(plan), _verdict(plan)]
-    if plan.fits is False:
-        parts.append(_remedies(plan))
-    if plan.seconds is not None:
-        parts += [_time_table(plan), _PREDICTION]
-    return "\n\n".join(parts)
-
-
-def _heading(plan: StepPlan) -> str:
-    shape = _mesh_text(plan.mesh)
-    if plan.rollout_mesh != plan.mesh or plan.decoding_devices:
-        shape += ", decoding on "
-        if plan.decoding_devices:
-            shape += f"{counted(plan.decoding_devices, 'other device')}, "
-        shape += _mesh_text(plan.rollout_mesh)
-    return f"{plan.topology.name}, mesh {shape}\ntemporaries: {plan.source}"
-
-
-def _mesh_text(shape: dict[str, int]) -> str:
-    # Rarely used axes are left out if they split nothing.
-    shown_axes = {axis: size for axis, size in shape.items() if size > 1 or axis in _USUAL_AXES}
-    return " x ".join(f"{axis} {size}" for axis, size in shown_axes.items())
-
-
-def _memory_table(plan: StepPlan) -> str:
-    # Only the memory of a single CPU has the process in it.
-    counts = any(program.memory.process for program in plan.programs)
-    columns = {name: title for name, title in _COLUMNS.items() if counts or name != "process"}
-    rows = [["GiB per device", *columns.values(), "peak"]]
-    for program in plan.programs:
-        figures = [getattr(program.memory, column) for column in (*columns, "peak")]
-        rows.append([program.label, *(f"{value / GIB:.2f}" for value in figures)])
-    return _table(rows)
-
-
-def _verdict(plan: StepPlan) -> str:
-    peak = plan.peak / GIB
-    if plan.available is None:
-        line = f"Peak {peak:.2f} GiB per device; the memory of the devices is unknown."
-    else:
-        verdict = _fit_text(plan.peak, plan.available)
-        line = f"Peak {peak:.2f} GiB of {plan.available / GIB:.2f} GiB per device: {verdict}."
-    refused = [program.label for program in plan.programs if program.is_refused]
-    if refused:
-        line += (
-            f"\nThe compiler refused: {'; '.join(refused)}. Its figures may count replaced arrays "
-            "twice."
-        )
-    return line
-
-
-def _remedies(plan: StepPlan) -> str:
-    assert plan.available is not None and plan.estimated_peak is not None, "it does not fit"
-    if not plan.remedies:
-        return "No change of a single option saves memory: more devices are needed."
-    now = f"{plan.estimated_peak / GIB:.2f} now"
-    lines = [f"Changes that save the most (estimated, GiB per device, {now}):"]
-    for options, needed in plan.remedies[:_MOST_REMEDIES]:
-        saved = plan.estimated_peak - needed
-        verdict = _fit_text(needed, plan.available)
-        lines.append(f"  {options}: {needed / GIB:.2f}, saves {saved / GIB:.2f}; {verdict}")
-    return "\n".join(lines)
-
-
-def _fit_text(needed: int, available: float) -> str:
-    return "fits" if needed <= available else "does not fit"
-
-
-def _time_table(plan: StepPlan) -> str:
-    rows = [["per device", "TFLOP", "GB read", "seconds"]]
-    for program in plan.programs:
-        figures = (program.flops / 1e12, program.read_bytes / 1e9, program.seconds)
-        rows.append([program.label, *(f"{figure:.3g}" for figure in figures)])
-    seconds = plan.seconds
-    assert seconds is not None, "the caller has checked"
-    rows.append(["step", "", "", f"{seconds:.3g}"])
-    return (
-        f"{_table(rows)}\n\n{plan.tokens / seconds:,.0f} tokens per second, of which "
-        f"{plan.response_tokens / seconds:,.0f} are sampled"
-    )
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Return columns of equal width; the first is aligned to the left."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)

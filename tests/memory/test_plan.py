@@ -93,7 +93,7 @@ def test_a_single_cpu_also_holds_the_process(folder):
     assert critic.temporaries > critic.gradients
     assert {program.memory.process for program in plan.programs} == {memory_estimate.PROCESS_BYTES}
     assert {program.memory.process for program in others.programs} == {0}
-    table, other = (step_plan.format_plan(x).splitlines() for x in (plan, others))
+    table, other = (plan_command.format_plan(x).splitlines() for x in (plan, others))
     assert "process" in table[3] and not any("process" in line for line in other)
 
 
@@ -154,7 +154,7 @@ def test_a_program_that_does_not_fit_counts_with_what_the_compiler_asks_for(
     config = tiny.config(model__path=folder)
     plan = step_plan.plan_step(config, parse_topology("cpu:1"))
     assert [program.name for program in plan.programs if program.is_refused] == ["prepare_weights"]
-    assert "The compiler refused: decoding weights." in step_plan.format_plan(plan)
+    assert "The compiler refused: decoding weights." in plan_command.format_plan(plan)
     refused = memory(plan, "prepare_weights")
     counted = refused.temporaries + (arguments if "Used" in message else 0)
     assert counted == pytest.approx(used, abs=100)
@@ -169,18 +169,18 @@ def test_without_the_compiler_the_plan_is_estimated_and_says_so(folder, monkeypa
     assert plan.source.startswith("estimated, within 15 % of a compiler's peak")
     assert plan.source.endswith("because libtpu is not installed")
     assert plan.programs == estimate(folder, "v5e:1x1").programs
-    assert plan.source in step_plan.format_plan(plan)
+    assert plan.source in plan_command.format_plan(plan)
 
 
 def test_what_does_not_fit_is_said_with_remedies(folder, monkeypatch):
     plan = estimate(folder)
-    text = step_plan.format_plan(plan)
+    text = plan_command.format_plan(plan)
     assert re.search(r"of 15\.75 GiB per device: fits\.", text) and "saves" not in text
     assert "A prediction, not a measurement" in text
     small = {"v5e": topologies.DeviceType("tpu", plan.peak - 1, chips_per_host=(2, 2))}
     monkeypatch.setattr(topologies, "DEVICE_TYPES", topologies.DEVICE_TYPES | small)
     refused = estimate(folder)
-    text = step_plan.format_plan(refused)
+    text = plan_command.format_plan(refused)
     assert "does not fit" in text and "saves" in text
     assert "tokens per second" not in text, "the speed of this device is unknown"
     # Each remedy needs what it promises.

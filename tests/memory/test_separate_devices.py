@@ -7,8 +7,9 @@ import jax
 import pytest
 
 import tiny
+from jax_ppo import plan as plan_command
 from jax_ppo.errors import UserError
-from jax_ppo.memory import decoding_slots, step_plan
+from jax_ppo.memory import compiler_figures, decoding_slots, step_plan
 from jax_ppo.memory.memory_check import PPOMemory
 from jax_ppo.memory.remedies import PossibleChanges
 from jax_ppo.models.hf.config_export import to_hf_config
@@ -54,7 +55,7 @@ def test_a_plan_counts_what_lies_on_each_kind_of_device(folder):
     rest = sum(seconds.values()) - seconds["sample"]
     assert separate.seconds == pytest.approx(copied + max(seconds["sample"], rest))
     assert separate.seconds < shared.seconds
-    heading = step_plan.format_plan(separate)
+    heading = plan_command.format_plan(separate)
     assert "decoding on 2 other devices, data 2 x fsdp 1 x model 1\n" in heading
 
 
@@ -81,13 +82,13 @@ def test_a_plan_takes_six_devices_beside_two_and_as_many_of_each_host(folder):
 
 
 def test_a_compiler_that_refuses_a_part_of_each_host_is_said_to(folder, monkeypatch):
-    def refuse(step):
+    def refuse(step, state, batches):
         raise UserError("the compiler failed: not a supported slice")
 
     def describe(topology, compiles):
         return cpu_devices(topology), "a compiler"
 
-    monkeypatch.setattr(step_plan, "measure_programs", refuse)
+    monkeypatch.setattr(compiler_figures, "take_step_on_shapes", refuse)
     monkeypatch.setattr(step_plan, "_describe_machine", describe)
     with pytest.raises(UserError, match=r"devices=2: takes a part of each of 2 hosts.*failed: not"):
         plan(folder, "v5p:2x2x2", True, **SEPARATE)

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 import tiny
+from jax_ppo import plan as plan_command
 from jax_ppo.memory import step_plan
 from jax_ppo.memory.abstract_step import build_abstract_step
 from jax_ppo.models.hf.config_export import to_hf_config
@@ -48,7 +49,7 @@ def test_one_entry_puts_a_program_into_the_plan(plan):
     # Policy and reference are read in one program; here the reference is read twice, alone.
     assert found["forward_reference"].flops == found["forward_policy"].flops
     assert found["forward_reference"].memory.temporaries > 0
-    assert step_plan.format_plan(planned).count("forward, reference ") == 2  # memory and time
+    assert plan_command.format_plan(planned).count("forward, reference ") == 2  # memory and time
 
 
 SOURCES = {
