@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_ppo.runtime.meshes import row_parts
-from jax_ppo.runtime.parallelism.devices import on_each_device, remaining_row_axes
+from jax_ppo.runtime.parallelism.rows import on_each_device, remaining_row_axes
 
 
 class RowPart(NamedTuple):

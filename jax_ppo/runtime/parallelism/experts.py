@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from jax_ppo.runtime.parallelism.devices import on_each_device, remaining_axes, remaining_row_axes
+from jax_ppo.runtime.parallelism.rows import on_each_device, remaining_axes, remaining_row_axes
 
 
 def run_on_own_rows(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jax_ppo.runtime.parallelism.devices import on_each_device, remaining_axes, remaining_row_axes
+from jax_ppo.runtime.parallelism.rows import on_each_device, remaining_axes, remaining_row_axes
 
 # The layout of arrays [B, T, heads, d].
 _SPLIT_HEADS = P(P.UNCONSTRAINED, P.UNCONSTRAINED, "model", P.UNCONSTRAINED)

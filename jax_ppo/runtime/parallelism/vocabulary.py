@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.meshes import ROWS, WEIGHTS, row_shards, weight_shards
-from jax_ppo.runtime.parallelism.devices import on_each_device, remaining_row_axes
+from jax_ppo.runtime.parallelism.rows import on_each_device, remaining_row_axes
 from jax_ppo.runtime.sharding import constrain_rows
 
 # The length of a TPU's vectors, along which the last axis of an array lies.
