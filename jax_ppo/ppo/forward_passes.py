@@ -19,7 +19,7 @@ from jax_ppo.runtime import placement
 from jax_ppo.runtime.compiled_programs import ROUNDED_ALIKE, CompiledProgram, program
 from jax_ppo.runtime.parallelism.vocabulary import split_by_device
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.next_token import draw_next_tokens
+from jax_ppo.sampler.sampling import draw_next_tokens
 from jax_ppo.training import forward, packing
 from jax_ppo.training.learner import gather_micro_batch
 from jax_ppo.training.networks import Networks

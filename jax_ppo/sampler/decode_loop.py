@@ -20,7 +20,6 @@ from jax_ppo.runtime.compiled_programs import CompiledProgram
 from jax_ppo.runtime.sharding import drop_padded_rows, num_padded_rows
 from jax_ppo.sampler import dialogues, routing, sampling
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.next_token import draw_next_tokens
 from jax_ppo.sampler.slots import (
     DecodeJob,
     DecodeState,
@@ -205,7 +204,7 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
         {"params": job.params}, slots.token[:, None], positions_B[:, None], cache=slots.cache
     )
     assert decoded.cache is not None
-    draws = draw_next_tokens(
+    draws = sampling.draw_next_tokens(
         job.model.architecture,
         job.options,
         job.params,

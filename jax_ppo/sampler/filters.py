@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_ppo.sampler.vocabulary_shards import WHOLE, VocabularyShards
+from jax_ppo.runtime.parallelism.vocabulary import WHOLE, VocabularyShards
 
 
 class Filters(NamedTuple):

@@ -9,7 +9,7 @@ rounding of a block that two devices share.
 import jax
 import jax.numpy as jnp
 
-from jax_ppo.sampler.vocabulary_shards import WHOLE, VocabularyShards
+from jax_ppo.runtime.parallelism.vocabulary import WHOLE, VocabularyShards
 
 
 def draw_tokens(

@@ -1,4 +1,4 @@
-"""From logits to tokens, as pure functions of rows; no row depends on another.
+"""From hidden states to tokens, as pure functions of rows; no row depends on another.
 
 Where several devices split the vocabulary, each keeps its own logits. For a row they exchange the
 largest logit, the weights of blocks of tokens and of one block's tokens, one number per bisection
@@ -12,7 +12,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jax_ppo.models import heads
+from jax_ppo.models.architecture import Architecture
+from jax_ppo.runtime.parallelism.vocabulary import WHOLE, VocabularyShards, split_vocabulary
+from jax_ppo.sampler import text_search
+from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.filters import Filters
 from jax_ppo.sampler.inverse_cdf import (
     block_size,
@@ -21,7 +27,7 @@ from jax_ppo.sampler.inverse_cdf import (
     split_into_blocks,
     take_local,
 )
-from jax_ppo.sampler.vocabulary_shards import WHOLE, VocabularyShards
+from jax_ppo.types import Params
 
 # Blocks in which top-p looks first: the likeliest 256 tokens are in them, and most that follow.
 _TOP_P_BLOCKS = 256
@@ -55,6 +61,68 @@ def token_uniforms(keys_B: jax.Array, positions: jax.Array | int) -> jax.Array:
     """
     keys_B = jax.vmap(jax.random.fold_in)(keys_B, jnp.broadcast_to(positions, keys_B.shape[:1]))
     return jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys_B)
+
+
+def draw_next_tokens(
+    architecture: Architecture,
+    options: SamplingOptions,
+    params: Params,
+    hidden_BxD: jax.Array,
+    keys_B: jax.Array,
+    drawn_B: jax.Array,
+) -> Draws:
+    """Draw the next token of each response; logits stay split over devices.
+
+    `hidden_BxD` are the hidden states of the tokens before; `drawn_B` counts the tokens of each
+    response so far.
+    """
+    # Only one token per row, so these are logits [B, V], never [B, T, V].
+    logits_BxV = heads.compute_logits(architecture, params, hidden_BxD)
+    uniforms_Bx2 = token_uniforms(keys_B, drawn_B)
+    forbidden_BxV = forbidden_ends(options, logits_BxV.shape[1], drawn_B)
+    others = () if forbidden_BxV is None else (forbidden_BxV,)
+
+    def sample(*arrays: jax.Array, shards: VocabularyShards) -> Draws:
+        logits_BxV, uniforms_Bx2, *forbidden = arrays
+        return sample_tokens(logits_BxV, uniforms_Bx2, options.filters, shards, *forbidden)
+
+    return split_vocabulary(sample)(logits_BxV, uniforms_Bx2, *others)
+
+
+def forbidden_ends(
+    options: SamplingOptions, vocab_size: int, drawn_B: jax.Array
+) -> jax.Array | None:
+    """Return the EOS tokens that would end a response too early, bool [B, V]; `None` for none.
+
+    `drawn_B` counts the tokens of each response so far.
+    """
+    if not options.min_new_tokens:
+        return None
+    is_end_V = np.isin(np.arange(vocab_size), options.eos_ids)
+    return (drawn_B < options.min_new_tokens)[:, None] & is_end_V
+
+
+def advance_stop_search(
+    options: SamplingOptions, stop_B: jax.Array, tokens_B: jax.Array, drawn_B: jax.Array
+) -> jax.Array:
+    """Return the states of the search for stop strings after one more token each, int32 [B].
+
+    `drawn_B`, a scalar or [B], counts the tokens of each response, these included.
+    """
+    if options.stop is None:
+        return stop_B
+    stop_B = options.stop.advance(stop_B, tokens_B)
+    return jnp.where(drawn_B <= options.min_new_tokens, text_search.START, stop_B)
+
+
+def finishes_responses(
+    options: SamplingOptions, tokens_B: jax.Array, stop_B: jax.Array
+) -> jax.Array:
+    """Return which responses an EOS, or a stop string found by `stop_B`, finishes, bool [B]."""
+    finishes_B = (tokens_B[:, None] == jnp.array(options.eos_ids, jnp.int32)).any(-1)
+    if options.stop is not None:
+        finishes_B |= stop_B == options.stop.found_state
+    return finishes_B
 
 
 def sample_tokens(

@@ -23,9 +23,8 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.parallelism.heads import num_split_kv_heads
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.next_token import advance_stop_search, finishes_responses
 from jax_ppo.sampler.routing import RoutingRecord, empty_record, record_entries
-from jax_ppo.sampler.sampling import Draws
+from jax_ppo.sampler.sampling import Draws, advance_stop_search, finishes_responses
 from jax_ppo.types import Params, Prompts
 
 PREFILL_TOKENS = 8192  # prompt tokens that one prefill runs

@@ -13,11 +13,10 @@ from hlo import read_collectives
 from jax_ppo.config.schema import MeshShape
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.runtime.parallelism.rows import split_rows
-from jax_ppo.runtime.parallelism.vocabulary import split_vocabulary
+from jax_ppo.runtime.parallelism.vocabulary import WHOLE, split_vocabulary
 from jax_ppo.sampler import sampling
 from jax_ppo.sampler.decode_loop import SamplingOptions, sampler_program
 from jax_ppo.sampler.filters import Filters
-from jax_ppo.sampler.vocabulary_shards import VocabularyShards
 from tiny_actor import ARCHITECTURE, Actor, make_prompts
 
 SHAPE_AXES = ("data", "fsdp", "model")
@@ -134,8 +133,7 @@ def test_devices_that_split_the_vocabulary_draw_the_tokens_of_one(options, shape
     uniforms = rng.random((64, 2)).astype(np.float32)
     whole = jax.jit(sampling.sample_tokens, static_argnums=2)
 
-    def split(logits, uniforms, axis):
-        shards = VocabularyShards(axis)
+    def split(logits, uniforms, shards):
         return sampling.sample_tokens(logits, uniforms, Filters(*options), shards)
 
     mesh = meshes.make_mesh(MeshShape(**dict(zip(SHAPE_AXES, shape, strict=True))))
@@ -161,12 +159,11 @@ def test_some_devices_search_all_of_their_tokens_while_others_need_not():
     scales = np.where(np.arange(8) < 2, 0.5, 5.0)[:, None]
     logits, uniforms = scales * rng.normal(0, 1, (8, 33_000)), rng.random((8, 2))
 
-    def draw(logits, uniforms, axis):
-        shards = VocabularyShards(axis)
+    def draw(logits, uniforms, shards):
         return sampling.sample_tokens(logits, uniforms, Filters(1.0, 15_000, 0.8), shards)
 
     arguments = jnp.float32(logits), jnp.float32(uniforms)
-    whole = jax.jit(functools.partial(draw, axis=None))(*arguments)
+    whole = jax.jit(functools.partial(draw, shards=WHOLE))(*arguments)
     with jax.set_mesh(meshes.make_mesh(MeshShape(data=4, model=2))):
         layout = NamedSharding(jax.sharding.get_mesh(), PartitionSpec(meshes.ROWS, "model"))
         logits = jax.device_put(arguments[0], layout)
@@ -184,8 +181,7 @@ def test_a_nan_on_one_device_gives_a_token_of_the_vocabulary_and_shows_in_the_lo
     with jax.set_mesh(meshes.make_mesh(MeshShape(data=1, model=8))):
         for temperature in (0.0, 1.0):
 
-            def sample(logits, uniforms, axis, temperature=temperature):
-                shards = VocabularyShards(axis)
+            def sample(logits, uniforms, shards, temperature=temperature):
                 return sampling.sample_tokens(logits, uniforms, Filters(temperature), shards)
 
             program = jax.jit(split_vocabulary(sample))

@@ -30,8 +30,7 @@ from jax_ppo.runtime.compiled_programs import CompiledProgram, program
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.continuation import DrawStates, begin_draws
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.next_token import advance_stop_search, finishes_responses
-from jax_ppo.sampler.sampling import sample_keys
+from jax_ppo.sampler.sampling import advance_stop_search, finishes_responses, sample_keys
 from jax_ppo.training.random_streams import training_stream
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Rollout

@@ -1,5 +1,6 @@
 """The vocabulary over devices: the look-up of embeddings, their gradient, and the logits."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -18,6 +19,72 @@ from jax_ppo.runtime.sharding import constrain_rows
 
 # The length of a TPU's vectors, along which the last axis of an array lies.
 TPU_LANES = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class VocabularyShards:
+    """The devices that split the vocabulary, seen from one of them, inside `jax.shard_map`."""
+
+    # The mesh axis that splits the vocabulary into equal parts; `None`: nothing is split.
+    axis: str | None = None
+
+    def start(self, width: int) -> jax.Array | int:
+        """Return the id of the first of this device's `width` tokens."""
+        return 0 if self.axis is None else jax.lax.axis_index(self.axis) * width
+
+    def total(self, width: int) -> int:
+        """Return V, the number of tokens of all devices, each of which has `width`."""
+        return width if self.axis is None else width * jax.lax.axis_size(self.axis)
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """Return the sum over devices."""
+        return x if self.axis is None else jax.lax.psum(x, self.axis)
+
+    def max(self, x: jax.Array) -> jax.Array:
+        """Return the maximum over devices."""
+        return x if self.axis is None else jax.lax.pmax(x, self.axis)
+
+    def min(self, x: jax.Array) -> jax.Array:
+        """Return the minimum over devices."""
+        return x if self.axis is None else jax.lax.pmin(x, self.axis)
+
+    def gather(self, x_BxN: jax.Array) -> jax.Array:
+        """Return the columns of all devices."""
+        if self.axis is None:
+            return x_BxN
+        return jax.lax.all_gather(x_BxN, self.axis, axis=1, tiled=True)
+
+
+WHOLE = VocabularyShards()
+
+
+def split_vocabulary(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make each device run `function` on its own columns of the logits.
+
+    Without a mesh in the context, or if it does not split the vocabulary, `function` runs on all
+    columns.
+
+    Args:
+      function: called as `function(logits_BxV, per_row, *others_BxV, shards=shards)`: `per_row` is
+        an array [B, ...], and `shards` the `VocabularyShards`. The first axis of what it returns is
+        B, and all devices that split a row's logits return the same.
+    """
+
+    def run(logits_BxV: jax.Array, per_row: jax.Array, *others_BxV: jax.Array) -> Any:
+        mesh = jax.sharding.get_abstract_mesh()
+        is_whole = mesh.empty or meshes.vocabulary_axis(mesh, logits_BxV.shape[-1]) is None
+        if is_whole or mesh.shape["model"] == 1:
+            return function(logits_BxV, per_row, *others_BxV, shards=WHOLE)
+        row_axes = remaining_row_axes(mesh)
+        columns = P(row_axes, "model")
+        run_part = on_each_device(
+            functools.partial(function, shards=VocabularyShards("model")),
+            in_specs=(columns, P(row_axes), *[columns] * len(others_BxV)),
+            out_specs=P(row_axes),
+        )
+        return run_part(logits_BxV, per_row, *others_BxV)
+
+    return run
 
 
 def look_up_embedding(
@@ -144,35 +211,6 @@ def scatter_columns_for_tpu(local_VxD: jax.Array, dtype: DTypeLike) -> jax.Array
     parts = jax.lax.all_to_all(columns, WEIGHTS, split_axis=1, concat_axis=0, tiled=True)
     parts = jax.lax.optimization_barrier(parts)
     return parts.reshape(shards, -1, parts.shape[1]).sum(0, dtype=local_VxD.dtype)
-
-
-def split_vocabulary(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make each device run `function` on its own columns of the logits.
-
-    Without a mesh in the context, or if it does not split the vocabulary, `function` runs on all
-    columns with axis None.
-
-    Args:
-      function: called as `function(logits_BxV, per_row, *others_BxV, axis=axis)`: `per_row` is an
-        array [B, ...], and `axis` the mesh axis that splits V, or `None`. The first axis of what it
-        returns is B, and all devices that split a row's logits return the same.
-    """
-
-    def run(logits_BxV: jax.Array, per_row: jax.Array, *others_BxV: jax.Array) -> Any:
-        mesh = jax.sharding.get_abstract_mesh()
-        is_whole = mesh.empty or meshes.vocabulary_axis(mesh, logits_BxV.shape[-1]) is None
-        if is_whole or mesh.shape["model"] == 1:
-            return function(logits_BxV, per_row, *others_BxV, axis=None)
-        row_axes = remaining_row_axes(mesh)
-        columns = P(row_axes, "model")
-        run_part = on_each_device(
-            functools.partial(function, axis="model"),
-            in_specs=(columns, P(row_axes), *[columns] * len(others_BxV)),
-            out_specs=P(row_axes),
-        )
-        return run_part(logits_BxV, per_row, *others_BxV)
-
-    return run
 
 
 def embedding_layouts(mesh: Mesh, params: Any) -> Any:

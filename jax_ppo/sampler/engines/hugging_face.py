@@ -13,7 +13,6 @@ from jax_ppo.kernels.vocabulary_chunks import drop_ids
 from jax_ppo.sampler import sampling, text_search
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.engines.external import ExternalEngine, Response
-from jax_ppo.sampler.next_token import advance_stop_search, finishes_responses, forbidden_ends
 
 
 class HuggingFaceEngine(ExternalEngine):
@@ -134,8 +133,8 @@ def _draw(
         logits_BxV,
         sampling.token_uniforms(keys_B, position),
         options.filters,
-        forbidden_BxV=forbidden_ends(options, logits_BxV.shape[1], drawn_B),
+        forbidden_BxV=sampling.forbidden_ends(options, logits_BxV.shape[1], drawn_B),
     )
-    stop_B = advance_stop_search(options, stop_B, draws.tokens, drawn_B + 1)
-    ends_B = finishes_responses(options, draws.tokens, stop_B)
+    stop_B = sampling.advance_stop_search(options, stop_B, draws.tokens, drawn_B + 1)
+    ends_B = sampling.finishes_responses(options, draws.tokens, stop_B)
     return draws.tokens, draws.logprobs, ends_B, stop_B
