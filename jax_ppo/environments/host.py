@@ -29,7 +29,7 @@ from jax_ppo.errors import UserError, did_you_mean, printable_lines, shorten
 from jax_ppo.http_client import RequestFault
 from jax_ppo.rewards.custom import as_float, describe_value
 from jax_ppo.runtime import faults
-from jax_ppo.sampler.environment import Answers, Turns
+from jax_ppo.sampler.engine import Answers, Turns
 from jax_ppo.types import NOTHING, Example
 
 log = logging.getLogger(__name__)

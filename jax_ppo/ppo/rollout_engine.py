@@ -12,8 +12,7 @@ from jax_ppo.data.tokenizer import token_bytes
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes
 from jax_ppo.sampler.built_in import BuiltInEngine
-from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
-from jax_ppo.sampler.environment import Environment
+from jax_ppo.sampler.engine import Environment, RolloutEngine, SamplingOptions
 from jax_ppo.sampler.other_mesh import OtherMeshEngine, SeparateEngine
 from jax_ppo.sampler.text_search import TextSearch, search_for
 from jax_ppo.types import Params

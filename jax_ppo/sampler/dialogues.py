@@ -17,8 +17,7 @@ import numpy as np
 from jax_ppo.models.cache import keep_states
 from jax_ppo.runtime.parallelism.rows import call_host
 from jax_ppo.sampler import text_search
-from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.environment import Answers, Turns, dialogue_seeds
+from jax_ppo.sampler.engine import Answers, SamplingOptions, Turns
 from jax_ppo.sampler.sampling import Draws
 from jax_ppo.sampler.slots import (
     Cache,
@@ -29,6 +28,9 @@ from jax_ppo.sampler.slots import (
     record_draws,
 )
 from jax_ppo.types import NOTHING, Prompts, Rollout
+
+# Position under which an environment's random key is derived from its sample's; no token has it.
+_ENVIRONMENT_POSITION = 2**31 - 1
 
 
 def start_dialogues(
@@ -51,6 +53,12 @@ def start_dialogues(
         starts=jnp.zeros((N, T), bool),
         rewards=jnp.zeros((N, T)),
     )
+
+
+def dialogue_seeds(keys_N: jax.Array) -> jax.Array:
+    """Return the seeds of dialogues, uint32 [N]; `keys_N` are those their tokens are drawn with."""
+    derive = jax.vmap(jax.random.fold_in, in_axes=(0, None))
+    return jax.vmap(jax.random.bits)(derive(keys_N, _ENVIRONMENT_POSITION))
 
 
 def record_dialogues(options: SamplingOptions, rollout: Rollout, dialogues: Dialogues) -> Rollout:

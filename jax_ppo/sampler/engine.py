@@ -1,18 +1,60 @@
-"""The contract between the PPO loop and whatever generates responses."""
+"""The contracts of whatever generates responses, and of the environments that answer in them.
+
+A response may be a dialogue: the policy writes a turn, the environment answers with an observation,
+the policy writes the next turn. The environment is on the host; `dialogues.py` calls it for many
+turns at once and holds the decode loop's state of the dialogues.
+"""
 
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
-from jax_ppo.sampler.environment import Environment
 from jax_ppo.sampler.filters import Filters
 from jax_ppo.sampler.text_search import TextSearch
 from jax_ppo.types import Params, Prompts, Rollout
+
+
+class Turns(NamedTuple):
+    """B turns to be answered, with the addresses of their dialogues."""
+
+    rows: np.ndarray  # int32 [B], the row of the data that the dialogue's prompt is from
+    # int32 [B], the sample's index, unique among the dialogues that are decoded together.
+    samples: np.ndarray
+    seeds: np.ndarray  # uint32 [B], the seed of the dialogue's randomness
+    answered: np.ndarray  # int32 [B], turns of the dialogue that have been answered
+    # int32 [B, U], each turn's from column 0, with the EOS that ended it; 0 past its length.
+    tokens: np.ndarray
+    lengths: np.ndarray  # int32 [B]; 0 where there is nothing to answer and the answer is not read
+
+
+class Answers(NamedTuple):
+    """The environment's answers to B turns."""
+
+    observations: np.ndarray  # int32 [B, O], tokens to insert, each row's from column 0
+    lengths: np.ndarray  # int32 [B], number of these tokens, 0..O
+    rewards: np.ndarray  # float32 [B], rewards of the turns
+    done: np.ndarray  # bool [B], whether the dialogue has ended; its observation is then not read
+    # float32 [B, M], the metrics of the dialogues so far; `NOTHING` where a turn reports none.
+    figures: np.ndarray
+
+
+class Environment(Protocol):
+    """An environment of many dialogues.
+
+    Its hash is its identity: programs are compiled for one object.
+    """
+
+    observation_length: int  # O, the most tokens of an observation
+    metric_names: tuple[str, ...]  # M names
+
+    def answer(self, turns: Turns) -> Answers:
+        """Answer turns, on the host."""
 
 
 @dataclasses.dataclass(frozen=True)

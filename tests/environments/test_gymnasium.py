@@ -10,7 +10,7 @@ from character_tokenizer import CharacterTokenizer
 from jax_ppo.config.rollout_options import MultiTurn
 from jax_ppo.environments.loading import load_environment_class, make_environment, try_first_reset
 from jax_ppo.errors import UserError
-from jax_ppo.sampler.environment import Turns
+from jax_ppo.sampler.engine import Turns
 from jax_ppo.types import NOTHING, Example
 
 FILE = """

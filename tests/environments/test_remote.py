@@ -15,7 +15,7 @@ from jax_ppo.config.rollout_options import MultiTurn
 from jax_ppo.environments.adapters import KEY_VARIABLE
 from jax_ppo.environments.loading import load_environment_class, make_environment, try_first_reset
 from jax_ppo.errors import UserError
-from jax_ppo.sampler.environment import Turns
+from jax_ppo.sampler.engine import Turns
 from jax_ppo.types import NOTHING, Example
 
 EXAMPLES = [Example(f"Guess {n}.", "mine", str(n), {"limit": n}) for n in range(20)]

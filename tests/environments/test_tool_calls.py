@@ -12,7 +12,7 @@ from jax_ppo.environments import tool_calls
 from jax_ppo.environments.loading import load_environment_class, make_environment, try_first_reset
 from jax_ppo.environments.tool_calls import parse_calls
 from jax_ppo.errors import UserError
-from jax_ppo.sampler.environment import Turns
+from jax_ppo.sampler.engine import Turns
 from jax_ppo.types import Example
 from trained_tokenizer import train_tokenizer
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jax_ppo.sampler.environment import Answers
+from jax_ppo.sampler.engine import Answers
 
 
 class Answering:

@@ -22,8 +22,8 @@ from jax_ppo.errors import UserError
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.sampler import sampling
 from jax_ppo.sampler.built_in import BuiltInEngine
-from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.environment import Turns, dialogue_seeds
+from jax_ppo.sampler.dialogues import dialogue_seeds
+from jax_ppo.sampler.engine import SamplingOptions, Turns
 from jax_ppo.sampler.filters import Filters
 from jax_ppo.types import NOTHING, Example, Prompts
 from tiny_actor import ARCHITECTURE, Actor, make_prompts
