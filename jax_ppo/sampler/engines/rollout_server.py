@@ -3,7 +3,10 @@
 import contextlib
 import dataclasses
 import json
+import os
+import socket
 import subprocess
+import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from http import HTTPStatus
@@ -11,17 +14,84 @@ from pathlib import Path
 from typing import Any
 
 from jax_ppo.config.schema import RolloutOptions
-from jax_ppo.errors import UserError
+from jax_ppo.errors import UserError, shorten
 from jax_ppo.http_client import HTTPClient, RequestFault
 from jax_ppo.runtime import heartbeat
 from jax_ppo.sampler.engines.protocols import Call, ServerProtocol, choose_protocol
-from jax_ppo.sampler.engines.server_process import ServerProcess, free_port
 
 KEY_VARIABLE = "JAX_PPO_ROLLOUT_KEY"
 _START_SECONDS = 1800.0  # a large model takes minutes to load
 _CONNECT_SECONDS = 60.0
 _STOP_SECONDS = 5.0
 _PAUSE = 0.2
+# Ends the whole process group with the run, however the run ends, and with the server, whose
+# workers would otherwise keep their memory.
+_SUPERVISOR = """
+import glob, os, signal, subprocess, sys, threading, time
+server = None
+is_asked = False
+def end(*ignored):
+    global is_asked
+    is_asked = True
+    if server is not None:
+        server.terminate()  # lets it and its workers remove what they have in shared memory
+    threading.Timer(10, os.killpg, (0, signal.SIGKILL)).start()
+def watch():
+    sys.stdin.buffer.read()
+    end()
+signal.signal(signal.SIGTERM, end)
+server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
+if is_asked:  # while it started
+    server.terminate()
+threading.Thread(target=watch, daemon=True).start()
+def has_workers():
+    for path in glob.glob("/proc/[0-9]*/stat"):
+        try:
+            state, _, group = open(path).read().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue
+        if state != "Z" and int(group) == os.getpgrp() and f"/{os.getpid()}/" not in path:
+            return True
+server.wait()
+while is_asked and has_workers():
+    time.sleep(0.05)
+os.killpg(0, signal.SIGKILL)
+"""
+
+
+class ServerProcess:
+    """A server that this run starts and ends, with everything that it starts."""
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str], log: Path) -> None:
+        """Start it with further variables; its output is appended to the file `log`."""
+        self._log = log
+        inherited = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}
+        with open(log, "ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _SUPERVISOR, *command],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=inherited | environment,
+                start_new_session=True,
+            )
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether it has not ended."""
+        return self._process.poll() is None
+
+    def output(self) -> str:
+        """Return what it has written."""
+        return self._log.read_text(errors="replace")
+
+    def stop(self) -> None:
+        """End it and wait for its end."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        # A forked child of this process may still hold the other end.
+        self._process.terminate()
+        self._process.wait()
 
 
 class RolloutServer:
@@ -42,7 +112,9 @@ class RolloutServer:
             self._python = str(Path(options.vllm.python).expanduser())
             self.setting = f"config.rollout.vllm.python={self._python!r}"
             _require_vllm(self._python)
-            self.port = free_port()
+            with socket.socket() as listener:
+                listener.bind(("127.0.0.1", 0))  # a port that nothing listens on
+                self.port = listener.getsockname()[1]
             url = f"http://127.0.0.1:{self.port}"
         # A proxy is for servers outside. What is missing is requested again by the engine.
         self.client = HTTPClient(url.rstrip("/"), KEY_VARIABLE, options.url_timeout, by_proxy=False)
@@ -71,10 +143,12 @@ class RolloutServer:
         return "" if self._process is None else self._process.output()
 
     def last_words(self) -> str:
-        """Return why a server of ours has ended, if it has."""
+        """Return the last error, or line, of a server of ours that has ended; else ""."""
         if self._process is None or self._process.is_running:
             return ""
-        return f"; vLLM ended: {self._process.last_words()}"
+        lines = [line for line in self.output().splitlines() if line]
+        errors = [line for line in lines if "Error" in line]
+        return f"; vLLM ended: {shorten((errors or lines or ['it wrote nothing'])[-1], 300)}"
 
     def launch(
         self,

@@ -5,9 +5,7 @@ import dataclasses
 import json
 import os
 import shlex
-import shutil
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,7 +24,19 @@ from jax_ppo.sampler.engines.rollout_server import RolloutServer
 ATTEMPTS = 3  # consecutive ones without a new response
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank can be (0.32.0)
 _NO_ADAPTERS = "does not support LoRA"  # an error of vLLM's, of a kind of model
-_WORKER = "jax_ppo_vllm_worker"  # vllm_worker.py, as a module of vLLM's workers
+# A module of vLLM's workers, with a method that `/collective_rpc` calls in each after
+# `reload_weights`. On a CPU, logits are computed from a packed copy of the output embedding, which
+# vLLM (0.32.0) makes of a head that is the embedding only when it loads the model.
+_WORKER = "jax_ppo_vllm_worker"
+_WORKER_PROGRAM = """
+class TiedHead:
+    def renew_tied_head(self):
+        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+        for layer in self.model_runner.get_model().modules():
+            if isinstance(layer, ParallelLMHead) and hasattr(layer, "cpu_linear"):
+                dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+"""
 
 
 @dataclasses.dataclass
@@ -214,11 +224,21 @@ class ServerEngine(ExternalEngine):
             )
 
     def _publish(self) -> None:
-        """Let the server load the weights; start it first if necessary."""
+        """Let the server load the weights; start it first if necessary.
+
+        Raises:
+          AdaptersRefused: vLLM has no adapters for this model.
+        """
         if self._server.is_ours and not self._server.is_running:
             self._start_vllm()
         if not self._server.is_connected:
-            self._connect()
+            try:
+                self._server.connect()
+            except RequestFault:
+                if self.takes_adapters and _NO_ADAPTERS in self._server.output():
+                    reason = f"vLLM says of this model that it {_NO_ADAPTERS}"
+                    raise AdaptersRefused(reason) from None
+                raise
         if not (self.takes_adapters and self._loaded.has_base):
             updates = self._server.protocol.update(str(self.weights), self._version)
             if self._renews_head:
@@ -227,15 +247,6 @@ class ServerEngine(ExternalEngine):
         if self.takes_adapters:
             self._loaded.has_base = True
             self._publish_adapters()
-
-    def _connect(self) -> None:
-        """Wait for the server; raise `AdaptersRefused` if vLLM has no adapters for this model."""
-        try:
-            self._server.connect()
-        except RequestFault:
-            if self.takes_adapters and _NO_ADAPTERS in self._server.output():
-                raise AdaptersRefused(f"vLLM says of this model that it {_NO_ADAPTERS}") from None
-            raise
 
     def _publish_adapters(self) -> None:
         """Let the server load the adapters under a new name, and forget those before."""
@@ -286,7 +297,7 @@ class ServerEngine(ExternalEngine):
         if self._renews_head:
             modules = self.weights.with_name("modules")
             modules.mkdir(exist_ok=True)
-            shutil.copyfile(Path(__file__).with_name("vllm_worker.py"), modules / f"{_WORKER}.py")
+            (modules / f"{_WORKER}.py").write_text(_WORKER_PROGRAM)
             variables["PYTHONPATH"] = str(modules)
             arguments["worker-extension-cls"] = f"{_WORKER}.TiedHead"
         self._loaded.has_base = True

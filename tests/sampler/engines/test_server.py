@@ -30,7 +30,7 @@ from jax_ppo.sampler.engine import SamplingOptions, running
 from jax_ppo.sampler.engines import external, rollout_server, server
 from jax_ppo.sampler.engines.external import ExternalEngine
 from jax_ppo.sampler.engines.protocols import Reply
-from jax_ppo.sampler.engines.server_process import ServerProcess
+from jax_ppo.sampler.engines.rollout_server import ServerProcess
 from jax_ppo.sampler.text_search import search_for
 
 MESH = meshes.make_mesh(MeshShape(), jax.devices()[:1])
