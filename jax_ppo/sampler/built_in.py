@@ -32,7 +32,7 @@ def resolve_engine(name: str) -> Callable[..., RolloutEngine]:
     return plugins.load_plugin(name, "rollout.engine", ("mesh", "actor", "params"), by_name=True)
 
 
-class BuiltInEngine:
+class BuiltInEngine(RolloutEngine):
     """`RolloutEngine` on the devices of the training mesh.
 
     The weights are unrolled, cast and laid out for decoding once per `update_weights`; all options
@@ -65,9 +65,6 @@ class BuiltInEngine:
         self._programs: dict[tuple[Callable[..., Any], SamplingOptions], Any] = {}
         self._lock = threading.Lock()  # the programs are compiled ahead in a thread
         self._weights: Params | None = None
-
-    def start(self) -> None:
-        """Do nothing: the engine runs on the mesh of the training."""
 
     def update_weights(self, params: Params) -> None:
         """Reshard the weights for decoding. See `RolloutEngine.update_weights`."""
@@ -117,11 +114,8 @@ class BuiltInEngine:
         """Dispatch the program that `build` makes, with the weights of the last update."""
         if self._weights is None:
             raise RuntimeError("update_weights comes before anything is sampled")
-        return self._program(build, options)(self._weights, *rest)
-
-    def _program(self, build: Callable[..., Any], options: SamplingOptions) -> Any:
-        """Return what `build` makes for these options, the same program to every caller."""
         with self._lock:
             if (build, options) not in self._programs:
                 self._programs[build, options] = build(self._model, options, split_rows)
-            return self._programs[build, options]
+            program = self._programs[build, options]
+        return program(self._weights, *rest)

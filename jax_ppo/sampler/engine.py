@@ -11,9 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from jax_ppo.sampler.filters import Filters
 from jax_ppo.sampler.text_search import TextSearch
@@ -100,11 +98,13 @@ class RolloutEngine(Protocol):
 
     The order of calls in a run is `start`, then any number of rounds of `update_weights`, one or
     more `generate` and `release_weights`, then `stop`. `BuiltInEngine` is the default
-    implementation.
+    implementation. A subclass that needs nothing at `start`, `release_weights` or `stop` leaves it
+    out.
     """
 
     def start(self) -> None:
         """Acquire what the engine needs for the whole run, such as processes or connections."""
+        return
 
     def update_weights(self, params: Params) -> None:
         """Take over the weights to sample from.
@@ -141,9 +141,11 @@ class RolloutEngine(Protocol):
 
     def release_weights(self) -> None:
         """Free the memory that only generation needs; `update_weights` precedes the next call."""
+        return
 
     def stop(self) -> None:
         """Release everything that the engine holds. Called once, after an error too."""
+        return
 
 
 @contextlib.contextmanager
@@ -154,24 +156,3 @@ def running(engine: RolloutEngine) -> Iterator[RolloutEngine]:
         yield engine
     finally:
         engine.stop()
-
-
-def rollout_shapes(
-    prompts: Prompts, options: SamplingOptions, rows: jax.sharding.Sharding
-) -> Rollout:
-    """Return the shapes of `generate`'s rollout, split by `rows`, without slot counts."""
-    prompt_count, P = prompts.tokens.shape
-    B = prompt_count * options.n
-    T = options.max_response_length
-
-    def shape(dtype: DTypeLike, *dimensions: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dimensions, dtype, sharding=rows)
-
-    return Rollout(
-        prompts=Prompts(tokens=shape(jnp.int32, B, P), lengths=shape(jnp.int32, B)),
-        responses=shape(jnp.int32, B, T),
-        lengths=shape(jnp.int32, B),
-        logprobs=shape(jnp.float32, B, T),
-        truncated=shape(jnp.bool_, B),
-        action_mask=shape(jnp.bool_, B, T),
-    )

@@ -12,20 +12,22 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
 
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.compiled_programs import runs_on_shapes
 from jax_ppo.runtime.parallelism.vocabulary import embedding_layouts
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.continuation import DrawStates
-from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions, rollout_shapes
+from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.types import Params, Prompts, Rollout
 
 T = TypeVar("T")
 
 
-class OtherMeshEngine:
+class OtherMeshEngine(RolloutEngine):
     """`RolloutEngine` that runs another engine with that engine's mesh in the context."""
 
     def __init__(self, engine: RolloutEngine, mesh: Mesh, run_mesh: Mesh) -> None:
@@ -58,7 +60,10 @@ class OtherMeshEngine:
         arguments = self._to_mesh(prompts, key)
         with jax.set_mesh(self._mesh):
             rollout = self._engine.generate(*arguments, options, first_sample_index)
-        return self._to_run_mesh(rollout)
+        moved = _move_rows(dataclasses.replace(rollout, slot_steps=None), self._run_mesh)
+        # One entry per decoder queue, of which the run's mesh may have more or fewer.
+        slot_steps = _move(rollout.slot_steps, sharding.replicated(self._run_mesh))
+        return dataclasses.replace(moved, slot_steps=slot_steps)
 
     def continue_responses(
         self, rollout: Rollout, draws: DrawStates, version: jax.Array, options: SamplingOptions
@@ -66,7 +71,8 @@ class OtherMeshEngine:
         """Decode on the other mesh. See `BuiltInEngine.continue_responses`."""
         moved, version = self._to_mesh((rollout, draws), version)
         with jax.set_mesh(self._mesh):
-            continued = self._built_in.continue_responses(*moved, version, options)
+            assert isinstance(self._engine, BuiltInEngine), "the options require it"
+            continued = self._engine.continue_responses(*moved, version, options)
         rollout, draws = _move_rows(continued[:2], self._run_mesh)
         return rollout, draws, _move(continued[2], sharding.replicated(self._run_mesh))
 
@@ -84,11 +90,6 @@ class OtherMeshEngine:
         engine._engine = engine_on_shapes(self._engine, self._mesh)
         return engine
 
-    @property
-    def _built_in(self) -> BuiltInEngine:
-        assert isinstance(self._engine, BuiltInEngine), "the options require it"
-        return self._engine
-
     def _move_embeddings(self, params: Params) -> Params:
         layouts = embedding_layouts(self._mesh, params)
         return jax.tree.map(
@@ -97,12 +98,6 @@ class OtherMeshEngine:
 
     def _to_mesh(self, per_row: T, whole: jax.Array) -> tuple[T, jax.Array]:
         return _move_rows(per_row, self._mesh), _move(whole, sharding.replicated(self._mesh))
-
-    def _to_run_mesh(self, rollout: Rollout) -> Rollout:
-        moved = _move_rows(dataclasses.replace(rollout, slot_steps=None), self._run_mesh)
-        # One entry per decoder queue, of which the run's mesh may have more or fewer.
-        slot_steps = _move(rollout.slot_steps, sharding.replicated(self._run_mesh))
-        return dataclasses.replace(moved, slot_steps=slot_steps)
 
 
 class SeparateEngine(OtherMeshEngine):
@@ -193,14 +188,11 @@ def engine_on_shapes(engine: RolloutEngine, mesh: Mesh) -> RolloutEngine:
     return _RolloutShapes(mesh)
 
 
-class _RolloutShapes:
+class _RolloutShapes(RolloutEngine):
     """`RolloutEngine` in the place of one that compiles nothing: it returns shapes of rollouts."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-
-    def start(self) -> None:
-        pass
 
     def update_weights(self, params: Params) -> None:
         pass
@@ -212,11 +204,18 @@ class _RolloutShapes:
         options: SamplingOptions,
         first_sample_index: int | None = None,
     ) -> Rollout:
-        samples = len(prompts.lengths) * options.n
-        return rollout_shapes(prompts, options, sharding.batch_rows(self._mesh, samples))
+        rows, P = prompts.tokens.shape
+        B, T = rows * options.n, options.max_response_length
+        layout = sharding.batch_rows(self._mesh, B)
 
-    def release_weights(self) -> None:
-        pass
+        def shape(dtype: DTypeLike, *dimensions: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(dimensions, dtype, sharding=layout)
 
-    def stop(self) -> None:
-        pass
+        return Rollout(
+            prompts=Prompts(tokens=shape(jnp.int32, B, P), lengths=shape(jnp.int32, B)),
+            responses=shape(jnp.int32, B, T),
+            lengths=shape(jnp.int32, B),
+            logprobs=shape(jnp.float32, B, T),
+            truncated=shape(jnp.bool_, B),
+            action_mask=shape(jnp.bool_, B, T),
+        )

@@ -21,16 +21,11 @@ from jax_ppo.models import heads
 from jax_ppo.models.hf.peft import save_adapters
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.hf.weight_files import EXPORT_DTYPES, merge_adapters
-from jax_ppo.models.lora import (
-    enlarge_adapters,
-    join_adapters,
-    omit_adapters,
-    split_adapters,
-)
+from jax_ppo.models.lora import enlarge_adapters, join_adapters, omit_adapters, split_adapters
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.sampler import sampling
-from jax_ppo.sampler.engine import SamplingOptions
+from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.types import Params, Prompts, Rollout
 
 log = logging.getLogger(__name__)
@@ -55,10 +50,11 @@ class AdaptersRefused(Exception):
     """An engine that was to take adapters cannot."""
 
 
-class ExternalEngine:
+class ExternalEngine(RolloutEngine):
     """The part of a `RolloutEngine` that does not depend on what samples.
 
-    Subclasses define `load_weights`, `sample` and, if they hold resources, `start` and `stop`.
+    Subclasses define `load_weights`, `sample` and, if they hold resources, `start` and `stop`. The
+    devices of the training hold no copy of the weights that `release_weights` could free.
     """
 
     takes_adapters = False  # otherwise they are merged into the weights
@@ -83,6 +79,8 @@ class ExternalEngine:
         """
         self.mesh, self.actor, self.options, self.folder = mesh, actor, options, folder
         self.max_length = max(max_length, _PROBE_LENGTH + _PROBE_TOKENS)
+        V = actor.architecture.vocab_size
+        self._probe_prompt = [(i + 1) * V // (_PROBE_LENGTH + 2) for i in range(_PROBE_LENGTH)]
         self.setting = f"config.rollout.engine={options.engine!r}"
         self.dtype = jnp.dtype(actor.dtype).name
         self.version = 0
@@ -99,16 +97,10 @@ class ExternalEngine:
                 f"{self.dtype}; set config.model.dtype"
             )
 
-    def start(self) -> None:
-        """Do nothing."""
-
     def stop(self) -> None:
         """Remove the weights."""
         if self._weights is not None:
             shutil.rmtree(self._weights, ignore_errors=True)
-
-    def release_weights(self) -> None:
-        """Do nothing: the training's devices hold no copy."""
 
     @property
     def weights(self) -> Path:
@@ -143,12 +135,13 @@ class ExternalEngine:
         """
         base, adapters = split_adapters(params)
         self.version += 1
-        if self.takes_adapters:
-            self._load_adapters(base, adapters)
-        if not self.takes_adapters:
-            self._export(base, adapters or None)
-            self.load_weights()
-        self._compare(params)
+        with jax.transfer_guard("allow"):
+            if self.takes_adapters:
+                self._load_adapters(base, adapters)
+            if not self.takes_adapters:
+                self._export(base, adapters or None)
+                self.load_weights()
+            self._compare(params)
 
     def merge_adapters(self, reason: str) -> None:
         """Send adapters merged into the weights from now on, and say why."""
@@ -162,8 +155,7 @@ class ExternalEngine:
             if not self.weights.exists():
                 self._export(base, None)
                 # New adapters change nothing, so that nobody would see whether they are applied.
-                with jax.transfer_guard("allow"):
-                    visible = enlarge_adapters(adapters, self.actor.lora)
+                visible = enlarge_adapters(adapters, self.actor.lora)
                 self._save_adapters(visible)
                 self.load_weights()
                 if unused := self._unused_adapters(base, visible):
@@ -176,9 +168,9 @@ class ExternalEngine:
             self.merge_adapters(str(refusal))
 
     def _save_adapters(self, adapters: Params) -> None:
-        architecture, lora = self.actor.architecture, self.actor.lora
-        assert lora is not None
-        save_adapters(adapters, architecture, lora, self.adapters, base_model=str(self.weights))
+        assert self.actor.lora is not None
+        architecture, base = self.actor.architecture, str(self.weights)
+        save_adapters(adapters, architecture, self.actor.lora, self.adapters, base_model=base)
 
     def _export(self, base: Params, adapters: Params | None) -> None:
         architecture, lora = self.actor.architecture, self.actor.lora
@@ -245,8 +237,7 @@ class ExternalEngine:
         probe = self._sample_probe()
 
         def difference(omitted: list[str]) -> float:
-            with jax.transfer_guard("allow"):
-                kept = omit_adapters(adapters, omitted)
+            kept = omit_adapters(adapters, omitted)
             return self._differences(join_adapters(base, kept), probe)[0]
 
         unused: list[str] = []
@@ -276,32 +267,22 @@ class ExternalEngine:
         probe = SamplingOptions(
             max_response_length=_PROBE_TOKENS, temperature=self.options.temperature
         )
-        with jax.transfer_guard("allow"):
-            (response,) = self.sample(
-                [self._probe_prompt], jax.random.split(jax.random.key(0), 1), probe
-            )
+        keys = jax.random.split(jax.random.key(0), 1)
+        (response,) = self.sample([self._probe_prompt], keys, probe)
         return response
-
-    @property
-    def _probe_prompt(self) -> list[int]:
-        V = self.actor.architecture.vocab_size
-        return [(i + 1) * V // (_PROBE_LENGTH + 2) for i in range(_PROBE_LENGTH)]
 
     def _differences(self, params: Params, probe: Response) -> list[float]:
         """Return the mean difference of a response's log-probs to ours, in nats.
 
         First with `rollout.temperature`, then with ours at temperature 1.
         """
-        prompt, temperature = self._probe_prompt, self.options.temperature
-        with jax.transfer_guard("allow"):
-            # As many equal rows as the mesh splits rows into, of a length that it can split.
-            row = np.zeros(64, np.int32)
-            row[: len(prompt) + _PROBE_TOKENS] = [*prompt, *probe.tokens]
-            rows = placement.place(
-                np.tile(row, (meshes.row_shards(self.mesh), 1)), sharding.rows(self.mesh)
-            )
-            ours = np.asarray(_token_logprobs(self.actor, params, rows, (temperature, 1.0)))
-        ours = ours[:, 0, len(prompt) - 1 :][:, :_PROBE_TOKENS]
+        # As many equal rows as the mesh splits rows into, of a length that it can split.
+        row = np.zeros(64, np.int32)
+        row[: _PROBE_LENGTH + _PROBE_TOKENS] = [*self._probe_prompt, *probe.tokens]
+        rows = np.tile(row, (meshes.row_shards(self.mesh), 1))
+        placed = placement.place(rows, sharding.rows(self.mesh))
+        ours = _token_logprobs(self.actor, params, placed, (self.options.temperature, 1.0))
+        ours = np.asarray(ours)[:, 0, _PROBE_LENGTH - 1 :][:, :_PROBE_TOKENS]
         differences: list[float] = np.abs(ours - np.asarray(probe.logprobs)).mean(1).tolist()
         return differences
 

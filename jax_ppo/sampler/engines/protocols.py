@@ -1,7 +1,7 @@
 """Requests and replies of servers that sample: vLLM, SGLang, and completions with token ids."""
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 from jax_ppo.sampler.engine import SamplingOptions
@@ -18,35 +18,72 @@ class Reply:
     version: str | None
 
 
-@dataclasses.dataclass(frozen=True)
 class ServerProtocol:
-    """How to talk to one kind of server."""
+    """How to talk to a server: to vLLM, where a subclass says nothing else."""
 
-    name: str  # the server
-    sample_route: str  # where a request for one response is sent
-    # (prompt, seed, options) -> body of the request.
-    request: Callable[[list[int], int, SamplingOptions], dict[str, Any]]
-    # The reply's body -> what it says. Raises `LookupError`, `TypeError`, `ValueError` or
-    # `AttributeError` if it is not one response.
-    read: Callable[[Any], Reply]
-    # (folder, version) -> routes and bodies that make the server load weights, in order.
-    update: Callable[[str, str], list[Call]]
-    # The same for adapters in PEFT's format: (folder, name, version) -> ...
-    load_adapters: Callable[[str, str, str], list[Call]]
-    # Name -> route and body that make the server forget adapters.
-    unload_adapters: Callable[[str], Call]
-    adapter_key: str = "model"  # the field of a request that has the name of the adapters
+    sample_route = "/inference/v1/generate"  # where a request for one response is sent
+    version_route = ""  # where the version is asked for, if replies do not contain it
+    adapter_key = "model"  # the field of a request that has the name of the adapters
     # HTTP's status of a request with adapters that the server does not have.
-    unknown_adapters: int = 404
-    adapter_hint: str = ""  # how to start the server so that it has the routes for adapters
-    version_route: str = ""  # where the version is asked for, if replies do not contain it
-    hint: str = ""  # how to start the server so that it has all routes
+    unknown_adapters = 404
+    # How to start the server so that it has all routes, and those for adapters.
+    hint = "; start vLLM with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
+    adapter_hint = "; start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"
 
-    @property
-    def routes(self) -> list[str]:
-        """Return all routes that the server must have."""
-        updates = [route for route, _ in self.update("", "")]
-        return [self.sample_route, *updates, *([self.version_route] if self.version_route else [])]
+    def request(self, prompt: list[int], seed: int, options: SamplingOptions) -> dict[str, Any]:
+        """Return the body of a request for one response."""
+        return {"token_ids": prompt, "sampling_params": self._parameters(seed, options)}
+
+    def _parameters(self, seed: int, options: SamplingOptions) -> dict[str, Any]:
+        return {
+            **_common_parameters(options),
+            "top_k": max(options.top_k, 0),
+            "seed": seed,
+            "max_tokens": options.max_response_length,
+            "min_tokens": options.min_new_tokens,
+            "ignore_eos": True,  # only the tokens that we name end a response
+            "logprobs": 0,  # of the sampled token alone
+        }
+
+    def read(self, body: Any) -> Reply:
+        """Return what the body of a reply says.
+
+        Raises:
+          LookupError, TypeError, ValueError, AttributeError: it is not one response.
+        """
+        (choice,) = body["choices"]
+        # One span per version that sampled a part of the response.
+        versions = {span["version"] for span in choice["weight_versions"] or ()}
+        return Reply(
+            tokens=choice["token_ids"],
+            logprobs=[entry["logprob"] for entry in choice["logprobs"]["content"]],
+            version=" and ".join(sorted(map(str, versions))),
+        )
+
+    def update(self, folder: str, version: str) -> list[Call]:
+        """Return the calls that make the server load weights, in order."""
+        load = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        return [("/collective_rpc", load), *self._name_version(version)]
+
+    def load_adapters(self, folder: str, name: str, version: str) -> list[Call]:
+        """Return the calls that make the server load adapters in PEFT's format, in order."""
+        load = {"lora_name": name, "lora_path": folder}
+        return [("/v1/load_lora_adapter", load), *self._name_version(version)]
+
+    def _name_version(self, version: str) -> list[Call]:
+        new = {"new_version": version}
+        return [("/reset_prefix_cache", {}), ("/update_weight_version", new)]
+
+    def unload_adapters(self, name: str) -> Call:
+        """Return the call that makes the server forget adapters."""
+        return "/v1/unload_lora_adapter", {"lora_name": name}
+
+    def missing_routes(self, routes: Collection[str]) -> list[str]:
+        """Return the routes that a server with these lacks."""
+        needed = [self.sample_route, *(route for route, _ in self.update("", ""))]
+        if self.version_route:
+            needed.append(self.version_route)
+        return [route for route in needed if route not in routes]
 
     def adapter_obstacle(self, routes: Collection[str]) -> str:
         """Return why a server with these routes is not sent adapters, or "" if it is."""
@@ -56,15 +93,67 @@ class ServerProtocol:
         return ""
 
 
+class _Completions(ServerProtocol):
+    sample_route = "/v1/completions"
+    version_route = "/weight_info"
+
+    def request(self, prompt: list[int], seed: int, options: SamplingOptions) -> dict[str, Any]:
+        return {"prompt": prompt, "return_token_ids": True, **self._parameters(seed, options)}
+
+    def read(self, body: Any) -> Reply:
+        (choice,) = body["choices"]
+        return Reply(choice["token_ids"], choice["logprobs"]["token_logprobs"], version=None)
+
+
+class _SGLang(ServerProtocol):
+    sample_route = "/generate"
+    adapter_key = "lora_path"
+    unknown_adapters = 400
+    hint = ""
+    adapter_hint = "; start SGLang with --enable-lora, --max-lora-rank and --lora-target-modules"
+
+    def request(self, prompt: list[int], seed: int, options: SamplingOptions) -> dict[str, Any]:
+        parameters = {
+            **_common_parameters(options),
+            "top_k": options.top_k if options.top_k > 0 else -1,
+            "sampling_seed": seed,
+            "max_new_tokens": options.max_response_length,
+            "min_new_tokens": options.min_new_tokens,
+            "ignore_eos": not options.eos_ids,  # or it would end at the checkpoint's own
+        }
+        return {"input_ids": prompt, "return_logprob": True, "sampling_params": parameters}
+
+    def read(self, body: Any) -> Reply:
+        facts = body["meta_info"]
+        entries = facts["output_token_logprobs"]
+        return Reply(
+            tokens=[token for _, token, *_ in entries],
+            logprobs=[logprob for logprob, *_ in entries],
+            version=facts.get("weight_version", ""),
+        )
+
+    def update(self, folder: str, version: str) -> list[Call]:
+        # It also empties the prefix cache.
+        return [("/update_weights_from_disk", {"model_path": folder, "weight_version": version})]
+
+    def load_adapters(self, folder: str, name: str, version: str) -> list[Call]:
+        return [
+            ("/load_lora_adapter", {"lora_name": name, "lora_path": folder}),
+            ("/update_weight_version", {"new_version": version, "abort_all_requests": False}),
+        ]
+
+    def unload_adapters(self, name: str) -> Call:
+        return "/unload_lora_adapter", {"lora_name": name}
+
+
 def choose_protocol(routes: Collection[str]) -> tuple[ServerProtocol, list[str]]:
     """Return the protocol whose routes a server has most of, and the routes that it lacks."""
-
-    def missing(protocol: ServerProtocol) -> list[str]:
-        return [route for route in protocol.routes if route not in routes]
-
+    protocols = ServerProtocol(), _SGLang(), _Completions()
     # The route that samples tells the servers apart.
-    best = min(PROTOCOLS, key=lambda p: (p.sample_route not in routes, len(missing(p))))
-    return best, missing(best)
+    best = min(
+        protocols, key=lambda p: (p.sample_route not in routes, len(p.missing_routes(routes)))
+    )
+    return best, best.missing_routes(routes)
 
 
 def _common_parameters(options: SamplingOptions) -> dict[str, Any]:
@@ -78,144 +167,3 @@ def _common_parameters(options: SamplingOptions) -> dict[str, Any]:
         "stop": list(options.stop.strings) if options.stop else [],
         "skip_special_tokens": False,
     }
-
-
-def _vllm_parameters(seed: int, options: SamplingOptions) -> dict[str, Any]:
-    return {
-        **_common_parameters(options),
-        "top_k": max(options.top_k, 0),
-        "seed": seed,
-        "max_tokens": options.max_response_length,
-        "min_tokens": options.min_new_tokens,
-        "ignore_eos": True,  # only the tokens that we name end a response
-        "logprobs": 0,  # of the sampled token alone
-    }
-
-
-def _vllm_request(prompt: list[int], seed: int, options: SamplingOptions) -> dict[str, Any]:
-    return {"token_ids": prompt, "sampling_params": _vllm_parameters(seed, options)}
-
-
-def _read_vllm(body: Any) -> Reply:
-    (choice,) = body["choices"]
-    # One span per version that sampled a part of the response.
-    versions = {span["version"] for span in choice["weight_versions"] or ()}
-    return Reply(
-        tokens=choice["token_ids"],
-        logprobs=[entry["logprob"] for entry in choice["logprobs"]["content"]],
-        version=" and ".join(sorted(map(str, versions))),
-    )
-
-
-def _vllm_update(folder: str, version: str) -> list[Call]:
-    return [
-        ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}),
-        *_vllm_version(version),
-    ]
-
-
-def _vllm_load_adapters(folder: str, name: str, version: str) -> list[Call]:
-    load = {"lora_name": name, "lora_path": folder}
-    return [("/v1/load_lora_adapter", load), *_vllm_version(version)]
-
-
-def _vllm_unload_adapters(name: str) -> Call:
-    return "/v1/unload_lora_adapter", {"lora_name": name}
-
-
-def _vllm_version(version: str) -> list[Call]:
-    return [
-        ("/reset_prefix_cache", {}),
-        ("/update_weight_version", {"new_version": version}),
-    ]
-
-
-def _completion_request(prompt: list[int], seed: int, options: SamplingOptions) -> dict[str, Any]:
-    return {"prompt": prompt, "return_token_ids": True, **_vllm_parameters(seed, options)}
-
-
-def _read_completion(body: Any) -> Reply:
-    (choice,) = body["choices"]
-    return Reply(choice["token_ids"], choice["logprobs"]["token_logprobs"], version=None)
-
-
-def _sglang_request(prompt: list[int], seed: int, options: SamplingOptions) -> dict[str, Any]:
-    return {
-        "input_ids": prompt,
-        "return_logprob": True,
-        "sampling_params": {
-            **_common_parameters(options),
-            "top_k": options.top_k if options.top_k > 0 else -1,
-            "sampling_seed": seed,
-            "max_new_tokens": options.max_response_length,
-            "min_new_tokens": options.min_new_tokens,
-            "ignore_eos": not options.eos_ids,  # or it would end at the checkpoint's own
-        },
-    }
-
-
-def _read_sglang(body: Any) -> Reply:
-    facts = body["meta_info"]
-    entries = facts["output_token_logprobs"]
-    return Reply(
-        tokens=[token for _, token, *_ in entries],
-        logprobs=[logprob for logprob, *_ in entries],
-        version=facts.get("weight_version", ""),
-    )
-
-
-def _sglang_update(folder: str, version: str) -> list[Call]:
-    # It also empties the prefix cache.
-    return [("/update_weights_from_disk", {"model_path": folder, "weight_version": version})]
-
-
-def _sglang_load_adapters(folder: str, name: str, version: str) -> list[Call]:
-    return [
-        ("/load_lora_adapter", {"lora_name": name, "lora_path": folder}),
-        ("/update_weight_version", {"new_version": version, "abort_all_requests": False}),
-    ]
-
-
-def _sglang_unload_adapters(name: str) -> Call:
-    return "/unload_lora_adapter", {"lora_name": name}
-
-
-_ADAPTER_HINT = "; start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"
-_VLLM_HINT = "start vLLM with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
-PROTOCOLS = (
-    ServerProtocol(
-        name="vLLM",
-        sample_route="/inference/v1/generate",
-        request=_vllm_request,
-        read=_read_vllm,
-        update=_vllm_update,
-        load_adapters=_vllm_load_adapters,
-        unload_adapters=_vllm_unload_adapters,
-        adapter_hint=_ADAPTER_HINT,
-        hint=_VLLM_HINT,
-    ),
-    ServerProtocol(
-        name="SGLang",
-        sample_route="/generate",
-        request=_sglang_request,
-        read=_read_sglang,
-        update=_sglang_update,
-        load_adapters=_sglang_load_adapters,
-        unload_adapters=_sglang_unload_adapters,
-        adapter_key="lora_path",
-        unknown_adapters=400,
-        adapter_hint="; start SGLang with --enable-lora, --max-lora-rank and --lora-target-modules",
-    ),
-    ServerProtocol(
-        name="completions",
-        sample_route="/v1/completions",
-        request=_completion_request,
-        read=_read_completion,
-        update=_vllm_update,
-        load_adapters=_vllm_load_adapters,
-        unload_adapters=_vllm_unload_adapters,
-        adapter_hint=_ADAPTER_HINT,
-        version_route="/weight_info",
-        hint=_VLLM_HINT,
-    ),
-)

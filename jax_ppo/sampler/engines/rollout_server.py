@@ -194,10 +194,7 @@ class RolloutServer:
                 time.sleep(_PAUSE)
         protocol, missing = choose_protocol(routes)
         if missing:
-            raise UserError(
-                f"{self.setting}: the server lacks {', '.join(missing)}"
-                + (f"; {protocol.hint}" if protocol.hint else "")
-            )
+            raise UserError(f"{self.setting}: the server lacks {', '.join(missing)}{protocol.hint}")
         self._protocol, self._has_run = protocol, True
         return routes
 
