@@ -24,6 +24,19 @@ _START_SECONDS = 1800.0  # a large model takes minutes to load
 _CONNECT_SECONDS = 60.0
 _STOP_SECONDS = 5.0
 _PAUSE = 0.2
+# A module of vLLM's workers, with a method that `/collective_rpc` calls in each after
+# `reload_weights`. On a CPU, logits are computed from a packed copy of the output embedding, which
+# vLLM (0.32.0) makes of a head that is the embedding only when it loads the model.
+WORKER = "jax_ppo_vllm_worker"
+WORKER_PROGRAM = """
+class TiedHead:
+    def renew_tied_head(self):
+        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+        for layer in self.model_runner.get_model().modules():
+            if isinstance(layer, ParallelLMHead) and hasattr(layer, "cpu_linear"):
+                dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+"""
 # Ends the whole process group with the run, however the run ends, and with the server, whose
 # workers would otherwise keep their memory.
 _SUPERVISOR = """
@@ -95,9 +108,13 @@ class ServerProcess:
 
 
 class RolloutServer:
-    """The server of a run, which `is_ours` if the run starts it.
+    """The server of a run.
 
-    `setting` is the option that says where it is, for messages.
+    Attributes:
+      setting: the option that says where it is, for messages.
+      is_ours: whether the run starts it.
+      protocol: how to talk to it, once `is_connected`.
+      is_connected: whether it has been connected to since it was started.
     """
 
     def __init__(self, options: RolloutOptions) -> None:
@@ -119,19 +136,8 @@ class RolloutServer:
         # A proxy is for servers outside. What is missing is requested again by the engine.
         self.client = HTTPClient(url.rstrip("/"), KEY_VARIABLE, options.url_timeout, by_proxy=False)
         self._process: ServerProcess | None = None
-        self._protocol: ServerProtocol | None = None
+        self.protocol, self.is_connected = ServerProtocol(), False
         self._has_run = False
-
-    @property
-    def protocol(self) -> ServerProtocol:
-        """Return how to talk to the server, which has been connected to."""
-        assert self._protocol is not None, "the server has been connected to"
-        return self._protocol
-
-    @property
-    def is_connected(self) -> bool:
-        """Return whether it has been connected to since it was started."""
-        return self._protocol is not None
 
     @property
     def is_running(self) -> bool:
@@ -163,7 +169,7 @@ class RolloutServer:
         command = [self._python, "-m", "vllm.entrypoints.openai.api_server"]
         command += [f"--{name}={value}" for name, value in arguments.items()]
         self._process = ServerProcess([*command, *flags], variables, log)
-        self._protocol = None
+        self.is_connected = False
 
     def connect(self, seconds: float | None = None) -> Collection[str]:
         """Choose the protocol by the server's routes, when it answers, and return these.
@@ -192,10 +198,11 @@ class RolloutServer:
                 if time.monotonic() > deadline:
                     raise UserError(f"{self.setting}: no answer in {seconds:.0f} s: {problem}")
                 time.sleep(_PAUSE)
-        protocol, missing = choose_protocol(routes)
+        self.protocol, missing = choose_protocol(routes)
         if missing:
-            raise UserError(f"{self.setting}: the server lacks {', '.join(missing)}{protocol.hint}")
-        self._protocol, self._has_run = protocol, True
+            hint = self.protocol.hint
+            raise UserError(f"{self.setting}: the server lacks {', '.join(missing)}{hint}")
+        self.is_connected = self._has_run = True
         return routes
 
     def post_all(self, calls: Sequence[Call]) -> None:
@@ -213,13 +220,13 @@ class RolloutServer:
         else:
             # Whether it died, hangs or sent a reply that cannot be used.
             self._process.stop()
-            self._process, self._protocol = None, None
+            self._process, self.is_connected = None, False
 
     def stop(self, last_calls: Sequence[Call]) -> None:
         """End a server of ours; make calls of another that need not succeed."""
         if self._process is not None:
             self._process.stop()
-        elif self._protocol is not None:
+        elif self.is_connected:
             self.client = dataclasses.replace(self.client, timeout=_STOP_SECONDS)
             self.try_all(last_calls)
 

@@ -19,24 +19,11 @@ from jax_ppo.sampler import text_search
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.engines.external import AdaptersRefused, ExternalEngine, Response
 from jax_ppo.sampler.engines.protocols import Reply
-from jax_ppo.sampler.engines.rollout_server import RolloutServer
+from jax_ppo.sampler.engines.rollout_server import WORKER, WORKER_PROGRAM, RolloutServer
 
 ATTEMPTS = 3  # consecutive ones without a new response
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank can be (0.32.0)
 _NO_ADAPTERS = "does not support LoRA"  # an error of vLLM's, of a kind of model
-# A module of vLLM's workers, with a method that `/collective_rpc` calls in each after
-# `reload_weights`. On a CPU, logits are computed from a packed copy of the output embedding, which
-# vLLM (0.32.0) makes of a head that is the embedding only when it loads the model.
-_WORKER = "jax_ppo_vllm_worker"
-_WORKER_PROGRAM = """
-class TiedHead:
-    def renew_tied_head(self):
-        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-        for layer in self.model_runner.get_model().modules():
-            if isinstance(layer, ParallelLMHead) and hasattr(layer, "cpu_linear"):
-                dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
-"""
 
 
 @dataclasses.dataclass
@@ -297,9 +284,9 @@ class ServerEngine(ExternalEngine):
         if self._renews_head:
             modules = self.weights.with_name("modules")
             modules.mkdir(exist_ok=True)
-            (modules / f"{_WORKER}.py").write_text(_WORKER_PROGRAM)
+            (modules / f"{WORKER}.py").write_text(WORKER_PROGRAM)
             variables["PYTHONPATH"] = str(modules)
-            arguments["worker-extension-cls"] = f"{_WORKER}.TiedHead"
+            arguments["worker-extension-cls"] = f"{WORKER}.TiedHead"
         self._loaded.has_base = True
         flags += shlex.split(self.options.vllm.arguments)
         self._server.launch(arguments, flags, variables, log=self.weights.with_name("vllm.log"))
