@@ -86,7 +86,7 @@ def prepared_run(
     from jax_ppo.reporting import console, trackers
     from jax_ppo.runtime import (
         backends,
-        compilation,
+        compiled_programs,
         devices,
         distributed,
         heartbeat,
@@ -97,7 +97,7 @@ def prepared_run(
     print_any_text()  # also of a script that calls the Python API
     backends.start_backends()
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # torch is not needed
-    compilation.enable_cache(options.trainer.compilation_cache, console.print_on_main)
+    compiled_programs.enable_cache(options.trainer.compilation_cache, console.print_on_main)
     workdir = work_directory.validated(workdir)
     if evaluates:  # before the folder is opened: a run that writes to a bucket would end
         distributed.run_on_main(lambda: work_directory.refuse_checkpoints(workdir))

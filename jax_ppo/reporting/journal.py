@@ -23,7 +23,7 @@ from jax_ppo.reporting import console, files
 from jax_ppo.reporting.files import collect_versions, write_summary_file
 from jax_ppo.reporting.html_report import HTMLReport, Panel
 from jax_ppo.reporting.sinks import MetricsLog, read_metrics_csv
-from jax_ppo.runtime import compilation, devices, distributed, signals, work_directory
+from jax_ppo.runtime import compiled_programs, devices, distributed, signals, work_directory
 from jax_ppo.runtime.devices import measure_device_memory
 from jax_ppo.training.progress import Progress
 
@@ -63,7 +63,7 @@ class Journal:
         layout: ReportLayout,
         workdir: Path,
         progress: Progress,
-        compiled: compilation.Compilations,
+        compiled: compiled_programs.Compilations,
     ) -> None:
         """Open the logs, which continue after the step that the progress has reached.
 

@@ -28,7 +28,6 @@ from jax_ppo.errors import UserError
 from jax_ppo.reporting import console
 from jax_ppo.reporting.journal import Journal
 from jax_ppo.runtime import (
-    compilation,
     compiled_programs,
     distributed,
     meshes,
@@ -64,7 +63,7 @@ class Training(Protocol[JournalT]):
         """Return a context manager that runs engines and workers; steps are taken inside it."""
 
     def open_journal(
-        self, workdir: Path, progress: Progress, compiled: compilation.Compilations
+        self, workdir: Path, progress: Progress, compiled: compiled_programs.Compilations
     ) -> JournalT:
         """Return the journal, which writes the reports of the run."""
 
@@ -118,7 +117,7 @@ def run_life_cycle(
     mesh = meshes.make_mesh(config.mesh, decoding=config.rollout.mesh.devices)
     with (
         jax.set_mesh(mesh),
-        compilation.count_compilations() as compiled,
+        compiled_programs.count_compilations() as compiled,
         open_checkpoints(config.trainer, workdir, best_metric) as checkpoints,
     ):
         training = build(mesh)

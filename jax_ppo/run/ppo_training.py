@@ -26,7 +26,7 @@ from jax_ppo.run.parts import PPORun
 from jax_ppo.run.reporter import Reporter
 from jax_ppo.run.run_examples import fingerprint_data, read_given_responses
 from jax_ppo.run.sample_metrics import measure_sampling
-from jax_ppo.runtime import compilation, distributed
+from jax_ppo.runtime import compiled_programs, distributed
 from jax_ppo.sampler import engine
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.progress import Progress
@@ -84,7 +84,7 @@ class PPOTraining:
             yield
 
     def open_journal(
-        self, workdir: Path, progress: Progress, compiled: compilation.Compilations
+        self, workdir: Path, progress: Progress, compiled: compiled_programs.Compilations
     ) -> Reporter:
         """Return the journal, which writes the reports of the run."""
         return Reporter(self._run, workdir, progress, compiled)

@@ -19,7 +19,7 @@ from jax_ppo.run.diagnostics import Diagnosis, nothing_is_left
 from jax_ppo.run.evaluation import Evaluation
 from jax_ppo.run.parts import PPORun
 from jax_ppo.run.sample_records import describe_step
-from jax_ppo.runtime import compilation
+from jax_ppo.runtime.compiled_programs import Compilations
 from jax_ppo.training.progress import Progress
 from jax_ppo.types import with_nan
 
@@ -67,7 +67,7 @@ class Reporter(journal.Journal):
     """Writes the metrics of each step, one step late, and everything else that a run reports."""
 
     def __init__(
-        self, run: PPORun, workdir: Path, progress: Progress, compiled: compilation.Compilations
+        self, run: PPORun, workdir: Path, progress: Progress, compiled: Compilations
     ) -> None:
         """Open the logs."""
         super().__init__(

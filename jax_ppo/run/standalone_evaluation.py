@@ -18,7 +18,7 @@ from jax_ppo.run.build import build_run
 from jax_ppo.run.evaluation import evaluate_policy
 from jax_ppo.run.parts import PPORun
 from jax_ppo.run.reporter import Reporter
-from jax_ppo.runtime import compilation, meshes
+from jax_ppo.runtime import compiled_programs, meshes
 from jax_ppo.sampler import engine
 from jax_ppo.storage import paths
 from jax_ppo.training.checkpoint import Checkpointer
@@ -47,7 +47,7 @@ def evaluate_model(config: Config, workdir: Path) -> dict[str, Any]:
         config = replace_options(config, {"model": model, "algorithm.adv_estimator": "rloo"})
     config = replace_options(config, {"algorithm.use_reference": False, "teacher": Teacher()})
     mesh = meshes.make_mesh(config.mesh)
-    with jax.set_mesh(mesh), compilation.count_compilations() as compiled:
+    with jax.set_mesh(mesh), compiled_programs.count_compilations() as compiled:
         run = build_run(config, workdir, mesh, console.print_on_main, trains=False)
         with (
             engine.running(run.engine),

@@ -36,7 +36,7 @@ from jax_ppo.run.run_examples import fingerprint_data, load_examples, make_encod
 from jax_ppo.run.run_models import load_model_tokenizer, validate_model
 from jax_ppo.run.supervised_tasks import REWARD_MODEL, SFT, Task
 from jax_ppo.runtime import (
-    compilation,
+    compiled_programs,
     distributed,
     heartbeat,
     meshes,
@@ -115,7 +115,7 @@ class SupervisedTraining:
         return contextlib.nullcontext()
 
     def open_journal(
-        self, workdir: Path, progress: Progress, compiled: compilation.Compilations
+        self, workdir: Path, progress: Progress, compiled: compiled_programs.Compilations
     ) -> Journal:
         """Return the reports of the run."""
         return Journal(

@@ -36,7 +36,7 @@ from jax_ppo.run.standalone_evaluation import (
     with_exported_models,
 )
 from jax_ppo.run.token_files import FIGURES, Scores, write_results
-from jax_ppo.runtime import compilation, distributed, heartbeat, meshes, placement, sharding
+from jax_ppo.runtime import compiled_programs, distributed, heartbeat, meshes, placement, sharding
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Sequences, with_nan
 
@@ -55,7 +55,7 @@ def score_file(config: Config, workdir: Path) -> dict[str, Any]:
     for note in notes:
         console.print_on_main(f"note: {note}")
     mesh = meshes.make_mesh(config.mesh)
-    with jax.set_mesh(mesh), compilation.count_compilations() as compiled:
+    with jax.set_mesh(mesh), compiled_programs.count_compilations() as compiled:
         given, refused, refusal = read_given_responses(config, workdir)
         notes += refusal
         rows = given.rows
@@ -134,7 +134,7 @@ def _choose_models(config: Config, checkpoint: Path | None) -> tuple[Config, lis
 
 
 def _score_rows(
-    run: PPORun, state: TrainState, given: GivenResponses, compiled: compilation.Compilations
+    run: PPORun, state: TrainState, given: GivenResponses, compiled: compiled_programs.Compilations
 ) -> tuple[Scores, int]:
     """Return the scores, and how many programs were compiled after the first batch."""
     size = run.config.data.val_batch_size

@@ -14,7 +14,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.models import heads
 from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.ppo import forward_passes
-from jax_ppo.runtime import compilation
+from jax_ppo.runtime import compiled_programs
 from jax_ppo.sampler.decode_loop import SamplingOptions, sampler_program
 from jax_ppo.training.state import StateBuilder, TrainState, trained_trees
 from jax_ppo.types import NOTHING, Params, Sequences
@@ -429,7 +429,7 @@ def test_what_was_compiled_ahead_is_found_by_the_update():
         )
         for function, arguments in tiny.update_programs(*step_arguments):
             function.lower(*arguments).compile()
-        with compilation.count_compilations() as count:
+        with compiled_programs.count_compilations() as count:
             tiny.update_state(*step_arguments)
     assert count.programs == 0
 
@@ -455,7 +455,7 @@ def test_only_options_that_a_program_reads_compile_it_again(change, compiles):
         rollout = tiny.make_rollout(mesh)
         batches = tiny.pack_batches(first, mesh, rollout, ALL, 4)
         run_step(first, states[0], rollout, batches)
-        with compilation.count_compilations() as count:
+        with compiled_programs.count_compilations() as count:
             run_step(tiny.config(**change), states[1], rollout, batches)
     assert (count.programs > 0) == compiles
 

@@ -24,7 +24,7 @@ from jax_ppo.reporting.sinks import read_metrics_csv
 from jax_ppo.run import evaluation, ppo_training, reporter
 from jax_ppo.run.evaluation import Evaluation
 from jax_ppo.run.export import export_models
-from jax_ppo.runtime.compilation import Compilations
+from jax_ppo.runtime.compiled_programs import Compilations
 from jax_ppo.training.networks import Folders
 from jax_ppo.training.progress import Progress
 from jax_ppo.training.roles import resolve_roles

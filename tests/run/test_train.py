@@ -29,7 +29,7 @@ from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.reporting.files import read_samples
 from jax_ppo.run import life_cycle, ppo_training, standalone_evaluation
-from jax_ppo.runtime import compilation, compiled_programs, meshes, placement
+from jax_ppo.runtime import compiled_programs, meshes, placement
 from jax_ppo.runtime.compiled_programs import CompiledProgram
 from llama_folder import write_llama
 from waiting import HANG_SECONDS
@@ -885,7 +885,7 @@ def watched(files: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Wa
     compiled_at_step, calls_at_step = {}, {}
 
     def listen(event: str, seconds: float, **_: object) -> None:
-        if event == compilation.COMPILED:
+        if event == compiled_programs.COMPILED:
             compiled.append(seconds)
 
     def count_calls(patch: pytest.MonkeyPatch, owner: object, name: str) -> None:

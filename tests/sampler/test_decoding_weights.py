@@ -11,8 +11,7 @@ from hlo import read_collectives
 from jax_ppo.config.rollout_options import RolloutMesh
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes, sharding
-from jax_ppo.runtime.compilation import count_compilations
-from jax_ppo.runtime.compiled_programs import run_on_shapes
+from jax_ppo.runtime.compiled_programs import count_compilations, run_on_shapes
 from jax_ppo.sampler.decoding_weights import WeightPreparation
 from tiny_actor import ARCHITECTURE, Actor
 

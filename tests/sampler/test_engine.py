@@ -14,11 +14,11 @@ from jax_ppo.errors import UserError
 from jax_ppo.models.hf import save as hf_save
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.run import ppo_training
-from jax_ppo.runtime import sharding
 from jax_ppo.sampler import engine as engine_lib
 from jax_ppo.sampler.built_in import BuiltInEngine, resolve_engine
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.engines import external
+from jax_ppo.sampler.other_mesh import engine_on_shapes
 from tiny_actor import ARCHITECTURE, T
 from trained_tokenizer import train_tokenizer
 from whole_run import read_rows
@@ -233,8 +233,8 @@ class TestBuiltInEngine:
 
 def test_rollout_shapes_are_those_of_a_rollout(actor, prompts):
     options = SamplingOptions(T, 1.0, n=2)
-    rows = sharding.rows(tiny.make_mesh())
-    shapes = engine_lib.rollout_shapes(prompts, options, rows)
+    engine = engine_on_shapes(object(), tiny.make_mesh())
+    shapes = engine.generate(prompts, jax.random.key(0), options)
     rollout = actor.sampler(options)(actor.params, prompts, jax.random.key(0))
     assert shapes.slot_steps is None
     for name in ("responses", "lengths", "logprobs", "truncated"):

@@ -11,7 +11,7 @@ from hlo import read_collectives
 from jax_ppo.config.rollout_options import RolloutMesh
 from jax_ppo.errors import UserError
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.runtime import compilation, compiled_programs, meshes, placement, sharding
+from jax_ppo.runtime import compiled_programs, meshes, placement, sharding
 from jax_ppo.sampler import sampling
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.continuation import begin_draws, begin_responses
@@ -137,7 +137,7 @@ def test_on_shapes_an_engine_returns_the_shapes_of_its_rollouts(run):
             engine.update_weights(shapes_of(run.params))
             ahead = engine.generate(*shapes_of((run.prompts, run.key)), GREEDY)
         # The engine itself still has its weights.
-        with compilation.count_compilations() as compiled:
+        with compiled_programs.count_compilations() as compiled:
             rollout = run.wrapped.generate(run.prompts, run.key, GREEDY)
     assert names == ["prepare_weights", "prepare_weights", "sample"]
     assert compiled.programs == 0
