@@ -19,7 +19,7 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.compiled_programs import CompiledProgram
 from jax_ppo.runtime.sharding import drop_padded_rows, num_padded_rows
 from jax_ppo.sampler import text_search
-from jax_ppo.sampler.decode_loop import decode_queue
+from jax_ppo.sampler.decode_loop import decode_queue, drop_padding
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.slots import DecodeJob, initial_state, pad_queue
 from jax_ppo.types import Params, Prompts, Rollout
@@ -68,10 +68,9 @@ def continue_responses(
     """Draw up to `options.partial_length` tokens of each response that has not ended. Pure.
 
     With unchanged weights, `generate_responses` would draw the same tokens, up to the rounding of
-    logits, however the calls divide them. `model`, `options` and `params` are as there;
-    `options.n` has no effect, since each sample has its own prompt here. `any_shard`: see
-    `DecodeJob`. `rollout` has versions if weights may differ from call to call; `version` is the
-    step that began with `params`.
+    logits, however the calls divide them. Arguments are as there and in `DecodeJob`; `options.n`
+    has no effect, since each sample has its own prompt here. `rollout` has versions if weights may
+    differ from call to call; `version` is the step that began with `params`.
     """
     assert not options.returns_routed_experts and options.environment is None
     options = dataclasses.replace(options, n=1)
@@ -99,16 +98,16 @@ def continue_responses(
         "finished": ended_N,
         "stop_states": draws.stop_states,
     }
-    results = {name: x[order_N] for name, x in results.items()}
-    decoded = decode_queue(job, initial_state(job)._replace(**results))
+    state = initial_state(job)._replace(**{name: x[order_N] for name, x in results.items()})
+    state = decode_queue(job, state)
     # In the order of the samples again.
     place_N = jnp.argsort(order_N)
-    state = decoded._replace(**{name: getattr(decoded, name)[place_N] for name in results})
+    state = state._replace(**{name: getattr(state, name)[place_N] for name in results})
     columns = jnp.arange(T)
     is_drawn_NxT = columns < state.lengths[:, None]
-    is_new_NxT = is_drawn_NxT & (columns >= started_N[:, None])
     versions = rollout.versions
     if versions is not None:
+        is_new_NxT = is_drawn_NxT & (columns >= started_N[:, None])
         versions = jnp.where(is_new_NxT, version, versions)
     continued = dataclasses.replace(
         rollout,
@@ -152,41 +151,21 @@ def continuation_program(
         params: Params, rollout: Rollout, draws: DrawStates, version: jax.Array
     ) -> tuple[Rollout, DrawStates]:
         program = split_rows(functools.partial(continue_responses, model, options))
-        return run_on_rows(program, params, rollout, draws, version)
+        count = len(rollout.lengths)
+        padded = num_padded_rows(count)
+        if padded == count:
+            return program(params, rollout, draws, version)
+        # A padding row counts as ended, with no token, so it is not decoded.
+        rows = jnp.minimum(jnp.arange(padded), count - 1)
+        rollout, draws = jax.tree.map(lambda x: x[rows], (rollout, draws))
+        is_sample = jnp.arange(padded) < count
+        rollout = dataclasses.replace(
+            rollout,
+            truncated=rollout.truncated & is_sample,
+            lengths=jnp.where(is_sample, rollout.lengths, 0),
+        )
+        rollout, draws = program(params, rollout, draws, version)
+        draws = jax.tree.map(lambda x: drop_padded_rows(x, count), draws)
+        return drop_padding(rollout, count), draws
 
     return CompiledProgram(resume, "sample")
-
-
-def run_on_rows(
-    program: Callable[..., tuple[Rollout, Any]],
-    params: Params,
-    rollout: Rollout,
-    per_sample: Any,
-    replicated: jax.Array,
-) -> tuple[Rollout, Any]:
-    """Run a program that `split_rows` made on N responses, padded to a multiple of the devices.
-
-    The program takes the other arguments: parameters, responses, further arrays [N, ...], and an
-    array that all devices have. It returns N responses and further arrays [N, ...].
-    """
-    count = len(rollout.lengths)
-    missing = num_padded_rows(count) - count
-    if not missing:
-        return program(params, rollout, per_sample, replicated)
-
-    # A padding row counts as ended, with no token, so it is not decoded.
-    rows = jnp.minimum(jnp.arange(count + missing), count - 1)
-    rollout, per_sample = jax.tree.map(lambda x: x[rows], (rollout, per_sample))
-    is_sample = jnp.arange(count + missing) < count
-    rollout = dataclasses.replace(
-        rollout,
-        truncated=rollout.truncated & is_sample,
-        lengths=jnp.where(is_sample, rollout.lengths, 0),
-    )
-    rollout, results = program(params, rollout, per_sample, replicated)
-    slot_steps = rollout.slot_steps
-    rollout, results = jax.tree.map(
-        lambda x: drop_padded_rows(x, count),
-        (dataclasses.replace(rollout, slot_steps=None), results),
-    )
-    return dataclasses.replace(rollout, slot_steps=slot_steps), results

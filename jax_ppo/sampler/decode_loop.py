@@ -248,21 +248,21 @@ def sampler_program(
         indices_N = first_sample_index + jnp.arange(count * options.n)
         generate = functools.partial(generate_responses, model, options)
         # Prompts are padded to a multiple of the devices; padding is not answered.
-        rows = prompts.rows
-        if rows is not None:
-            rows = jnp.pad(rows, (0, missing))
         prompts = Prompts(
             tokens=jnp.pad(prompts.tokens, ((0, missing), (0, 0))),
             lengths=jnp.pad(prompts.lengths, (0, missing), constant_values=1),
-            rows=rows,
+            rows=None if prompts.rows is None else jnp.pad(prompts.rows, (0, missing)),
         )
         indices_N = jnp.pad(indices_N, (0, missing * options.n), constant_values=PADDING)
         rollout = split_rows(generate)(params, prompts, indices_N, key)
-        if not missing:
-            return rollout
-        cut = functools.partial(drop_padded_rows, count=count * options.n)
-        # `slot_steps` has one entry per queue of prompts, not per sample.
-        per_sample = dataclasses.replace(rollout, slot_steps=None)
-        return dataclasses.replace(jax.tree.map(cut, per_sample), slot_steps=rollout.slot_steps)
+        return drop_padding(rollout, count * options.n) if missing else rollout
 
     return CompiledProgram(generate_from, "sample")
+
+
+def drop_padding(rollout: Rollout, count: int) -> Rollout:
+    """Return the first `count` samples, inside a compiled function."""
+    # `slot_steps` has one entry per queue of prompts, not per sample.
+    samples = dataclasses.replace(rollout, slot_steps=None)
+    samples = jax.tree.map(lambda x: drop_padded_rows(x, count), samples)
+    return dataclasses.replace(samples, slot_steps=rollout.slot_steps)

@@ -85,10 +85,12 @@ class WeightPreparation:
         }
         others = {name: layout for name, layout in layouts.items() if name not in self._missing}
         index = sharding.replicated(mesh)
+
+        def others_in_decoding_form(params: Params) -> tuple[Params, jax.Array]:
+            return round_parameters(params, actor.dtype), jnp.int32(0)  # index of the first layer
+
         self._others = CompiledProgram(
-            functools.partial(_others_in_decoding_form, actor),
-            "prepare_weights",
-            out_shardings=(others, index),
+            others_in_decoding_form, "prepare_weights", out_shardings=(others, index)
         )
         # One program for each kind of layer.
         self._layer = {
@@ -103,50 +105,35 @@ class WeightPreparation:
 
     def __call__(self, params: Params) -> Params:
         """Dispatch the programs, and return the copy."""
-        with self._mesh_of_programs():
+        # The parts that training splits the stacked layers into.
+        layout = getattr(jax.tree.leaves(params["layers"])[0], "sharding", None)
+        is_on_mesh = isinstance(layout, jax.sharding.NamedSharding)
+        stages = int(layout.mesh.shape["stage"]) if is_on_mesh else 1
+        mesh = self._trained_on
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
             weights, index = self._others(without_part(params, "layers"))
             weights = self._copy(weights)
-            stages = _count_stages(params["layers"])
             for name, missing in self._missing.items():
                 layer, index = self._layer[missing](params["layers"], index, stages)
                 weights |= self._copy({name: layer})
         return weights
 
-    def _mesh_of_programs(self) -> contextlib.AbstractContextManager[Any]:
-        if self._trained_on is None:
-            return contextlib.nullcontext()
-        return jax.set_mesh(self._trained_on)
-
     def _copy(self, made: Params) -> Params:
         """Return arrays that the programs made, or their shapes, on the mesh to decode on."""
         if self._trained_on is None:
             return made
+
+        def copy(x: Any, layout: jax.sharding.NamedSharding) -> Any:
+            if isinstance(x, jax.ShapeDtypeStruct):
+                return x.update(sharding=layout)
+            return placement.copy_whole(x, layout)
+
         layouts = {name: self._copied_layouts[name] for name in made}
-        copied: Params = jax.tree.map(_copy_to, made, layouts)
+        copied: Params = jax.tree.map(copy, made, layouts)
         if not isinstance(jax.tree.leaves(copied)[0], jax.ShapeDtypeStruct):
             # Dispatched all at once, the parts would fill the memory of the devices that learn.
             jax.block_until_ready(copied)
         return copied
-
-
-def _copy_to(x: Any, layout: jax.sharding.NamedSharding) -> Any:
-    """Copy an array that each of its devices holds whole to others, or do so with its shape."""
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return x.update(sharding=layout)
-    return placement.copy_whole(x, layout)
-
-
-def _others_in_decoding_form(actor: Transformer, params: Params) -> tuple[Params, jax.Array]:
-    """Return all but the layers as decoding reads them, and the index of the first layer."""
-    return round_parameters(params, actor.dtype), jnp.int32(0)
-
-
-def _count_stages(layers: Params) -> int:
-    """Return the number of parts that training splits the stacked layers into."""
-    layout = getattr(jax.tree.leaves(layers)[0], "sharding", None)
-    if isinstance(layout, jax.sharding.NamedSharding):
-        return int(layout.mesh.shape["stage"])
-    return 1
 
 
 def _layer_in_decoding_form(

@@ -27,8 +27,15 @@ def draw_tokens(
     size = block_size(V)
     first, weights_BxMxW = split_into_blocks(weights_BxV, shards.start(width), size)
     # First a block by its total weight, then a token within the block.
-    sums_BxN = shards.sum(_place_blocks(weights_BxMxW.sum(-1), first, -(-V // size)))
-    block_B, sums_B = invert_cdf(sums_BxN, uniforms_Bx2[:, 0])
+    blocks_BxN = weights_BxMxW.sum(-1)
+    if not isinstance(first, int):
+        # In their places among all blocks, with room for M more: a slice past the end would be
+        # moved back inside.
+        B, M = blocks_BxN.shape
+        N = -(-V // size)
+        empty = jnp.zeros((B, N + M), blocks_BxN.dtype)
+        blocks_BxN = jax.lax.dynamic_update_slice_in_dim(empty, blocks_BxN, first, axis=1)[:, :N]
+    block_B, sums_B = invert_cdf(shards.sum(blocks_BxN), uniforms_Bx2[:, 0])
     block_BxW = shards.sum(take_local(weights_BxMxW, block_B - first))
     within_B, _ = invert_cdf(block_BxW, uniforms_Bx2[:, 1])
     return block_B * size + within_B, sums_B
@@ -68,16 +75,6 @@ def take_local(x_BxNx: jax.Array, index_B: jax.Array) -> jax.Array:
     expand = (slice(None),) + (None,) * (x_BxNx.ndim - 1)
     taken_Bx1x = jnp.take_along_axis(x_BxNx, jnp.clip(index_B, 0, last)[expand], axis=1)
     return jnp.where(is_local_B[expand], taken_Bx1x, 0)[:, 0]
-
-
-def _place_blocks(sums_BxM: jax.Array, first: jax.Array | int, count: int) -> jax.Array:
-    """Return the sums of M blocks from `first` on in their places among `count`, 0 elsewhere."""
-    if isinstance(first, int):
-        return sums_BxM
-    # Room for M more: a slice past the end would be moved back inside.
-    B, M = sums_BxM.shape
-    empty = jnp.zeros((B, count + M), sums_BxM.dtype)
-    return jax.lax.dynamic_update_slice_in_dim(empty, sums_BxM, first, axis=1)[:, :count]
 
 
 def invert_cdf(weights_BxN: jax.Array, uniforms_B: jax.Array) -> tuple[jax.Array, jax.Array]:

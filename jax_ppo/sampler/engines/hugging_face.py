@@ -66,15 +66,19 @@ class HuggingFaceEngine(ExternalEngine):
         for row, prompt in enumerate(prompts):
             tokens[row, longest - len(prompt) :] = torch.tensor(prompt)
             mask[row, longest - len(prompt) :] = 1
-        draws = _Draws(len(prompts), keys, options)
-        num_ids = self.actor.architecture.num_ids
+        ended = np.zeros(len(prompts), bool)
+        stop_states = jnp.full(len(prompts), text_search.START, jnp.int32)
+        steps: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
         def draw(ids: Any, logits: Any) -> Any:
-            drawn = torch.from_numpy(
-                draws.draw(drop_ids(jnp.asarray(logits.float().numpy()), num_ids))
-            )
+            nonlocal ended, stop_states
+            ours = drop_ids(jnp.asarray(logits.float().numpy()), self.actor.architecture.num_ids)
+            *drawn, ends, stop_states = _draw(ours, keys, len(steps), stop_states, options)
+            tokens, logprobs = map(np.asarray, drawn)
+            steps.append((tokens, logprobs, ~ended))
+            ended = ended | np.asarray(ends)
             only = torch.full_like(logits, -torch.inf)
-            return only.scatter(1, drawn[:, None], 0.0)
+            return only.scatter(1, torch.from_numpy(tokens.astype(np.int64))[:, None], 0.0)
 
         with torch.inference_mode():
             self._model.generate(
@@ -85,37 +89,13 @@ class HuggingFaceEngine(ExternalEngine):
                 ),
                 logits_processor=transformers.LogitsProcessorList([draw]),
                 stopping_criteria=transformers.StoppingCriteriaList(
-                    [lambda ids, scores: torch.from_numpy(draws.ended)]
+                    [lambda ids, scores: torch.from_numpy(ended)]
                 ),
             )
-        return draws.responses()
-
-
-class _Draws:
-    """The tokens that have been drawn for some rows, and which rows have ended."""
-
-    def __init__(self, count: int, keys: jax.Array, options: SamplingOptions) -> None:
-        self.ended = np.zeros(count, bool)
-        self._keys, self._options = keys, options
-        self._stop = jnp.full(count, text_search.START, jnp.int32)
-        self._steps: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-
-    def draw(self, logits_BxV: jax.Array) -> np.ndarray:
-        """Draw the next token of each row, int64 [B]."""
-        active = ~self.ended
-        tokens, logprobs, ends, self._stop = _draw(
-            logits_BxV, self._keys, len(self._steps), self._stop, self._options
-        )
-        self._steps.append((np.asarray(tokens), np.asarray(logprobs), active))
-        self.ended = self.ended | np.asarray(ends)
-        return np.asarray(tokens, np.int64)
-
-    def responses(self) -> list[Response]:
-        """Return the tokens of each row up to its end."""
-        tokens, logprobs, active = (np.stack(x, axis=1) for x in zip(*self._steps, strict=True))
+        tokens, logprobs, active = (np.stack(x, axis=1) for x in zip(*steps, strict=True))
         return [
-            Response(tokens[row, mask].tolist(), logprobs[row, mask].tolist(), not ended)
-            for row, (mask, ended) in enumerate(zip(active, self.ended, strict=True))
+            Response(tokens[row, mask].tolist(), logprobs[row, mask].tolist(), not is_over)
+            for row, (mask, is_over) in enumerate(zip(active, ended, strict=True))
         ]
 
 
