@@ -112,19 +112,16 @@ def refused_flags() -> list[str]:
     if not flags.strip() or os.environ.get(TRIED) == flags:
         return []
     refused: list[str] = []
-    if not _parses(flags):
-        # Anything else than a flag may be wrong: then jaxlib reports it when it is used.
-        refused = [flag for flag in _split(flags) if not _parses(flag)] if _parses("") else []
+    # Anything else than a flag may be wrong: then jaxlib reports it when it is used.
+    if not _parses(flags) and _parses(""):
+        try:
+            single = shlex.split(flags)
+        except ValueError:  # a quotation that is not closed
+            single = [flags]
+        refused = [flag for flag in single if not _parses(flag)]
     if not refused:
         os.environ[TRIED] = flags
     return refused
-
-
-def _split(flags: str) -> list[str]:
-    try:
-        return shlex.split(flags)
-    except ValueError:  # a quotation that is not closed
-        return [flags]
 
 
 def _parses(flags: str) -> bool:

@@ -198,29 +198,25 @@ def _arguments(options: schema.Distributed, environ: Mapping[str, str]) -> dict[
     They are {} where it detects the cluster by itself, and `None` for one process.
     """
     # The options win over the environment, and JAX's variables over a cluster's.
-    if options.coordinator_address:
-        return _unless_alone(options.coordinator_address, options.num_processes, options.process_id)
-    missing = [name for name in EXPLICIT if not environ.get(name)]
-    if not missing:
-        address, count, process = (environ[name] for name in EXPLICIT)
-        if not (count.isdecimal() and process.isdecimal() and int(process) < int(count)):
+    address, count, process = options.coordinator_address, options.num_processes, options.process_id
+    if not address:
+        missing = [name for name in EXPLICIT if not environ.get(name)]
+        if missing and _cluster_size(environ) > 1:
+            return {}
+        if missing:
+            if len(missing) == len(EXPLICIT):
+                return None
             raise UserError(
-                f"JAX_PROCESS_ID={process} with JAX_NUM_PROCESSES={count}: "
+                f"the environment sets some of {', '.join(EXPLICIT)} but not {', '.join(missing)}; "
+                "set all three, or none for one process"
+            )
+        address, number, rank = (environ[name] for name in EXPLICIT)
+        if not (number.isdecimal() and rank.isdecimal() and int(rank) < int(number)):
+            raise UserError(
+                f"JAX_PROCESS_ID={rank} with JAX_NUM_PROCESSES={number}: "
                 "expected 0 to the number of processes - 1"
             )
-        return _unless_alone(address, int(count), int(process))
-    if _cluster_size(environ) > 1:
-        return {}
-    if len(missing) < len(EXPLICIT):
-        raise UserError(
-            f"the environment sets some of {', '.join(EXPLICIT)} but not {', '.join(missing)}; "
-            "set all three, or none for one process"
-        )
-    return None
-
-
-def _unless_alone(address: str, count: int | None, process: int | None) -> dict[str, Any] | None:
-    """Return the arguments, or `None` for a single process."""
+        count, process = int(number), int(rank)
     if count == 1:
         return None
     return {"coordinator_address": address, "num_processes": count, "process_id": process}
@@ -233,16 +229,11 @@ def _cluster_size(environ: Mapping[str, str]) -> int:
         ("SLURM_NTASKS", in_slurm),
         ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE" in environ),
     ):
-        if is_set and (processes := _read_count(environ, name)) > 1:
-            return processes
+        if is_set and not re.fullmatch(r"[0-9]{1,9}", environ[name]):
+            raise UserError(f"the environment's {name}={environ[name]!r}: expected a whole number")
+        if is_set and int(environ[name]) > 1:
+            return int(environ[name])
     return _tpu_hosts(environ)
-
-
-def _read_count(environ: Mapping[str, str], name: str) -> int:
-    """Return a number of processes; raise `UserError` if the variable holds none."""
-    if not re.fullmatch(r"[0-9]{1,9}", environ[name]):
-        raise UserError(f"the environment's {name}={environ[name]!r}: expected a whole number")
-    return int(environ[name])
 
 
 def _tpu_hosts(environ: Mapping[str, str]) -> int:

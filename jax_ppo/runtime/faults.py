@@ -57,9 +57,15 @@ def run_or_abort(function: Callable[[], object]) -> object:
         if finished or compat.distributed_state().num_processes == 1:
             _disconnect()
             raise
+        import jax  # late: commands report progress before they load it
+
         code = 1
-        if _is_lost_connection(error):
-            time.sleep(_REASON_SECONDS)  # the thread that waits for failures ends this process
+        # A program that is called again raises ValueError("UNKNOWN: ...") for a broken connection.
+        is_status = isinstance(error, ValueError) and re.match("[A-Z_]+: ", str(error))
+        is_error_of_program = is_status or isinstance(error, jax.errors.JaxRuntimeError)
+        if is_error_of_program and "RESOURCE_EXHAUSTED" not in str(error):
+            # Another process may be lost: the thread that waits for failures ends this one.
+            time.sleep(_REASON_SECONDS)
             code = LOST_EXIT_CODE
         if isinstance(error, SystemExit):
             # sys.exit("error: ..."): the message is complete without a traceback.
@@ -75,7 +81,7 @@ def run_or_abort(function: Callable[[], object]) -> object:
 
 def end_with_others() -> None:
     """Let this process end, from now on, as soon as another one of the run has failed."""
-    import jax  # late: commands report progress before they load it
+    import jax
 
     state = compat.distributed_state()
     if state.num_processes == 1:
@@ -150,16 +156,6 @@ def report_progress() -> None:
     if _stall_limit and now - _reported_at > _stall_limit / _REPORTS_PER_LIMIT:
         _reported_at = now
         faulthandler.dump_traceback_later(_stall_limit, exit=True, file=2)
-
-
-def _is_lost_connection(error: BaseException) -> bool:
-    """Return whether a program has failed in a way that the loss of another process explains."""
-    import jax
-
-    # A program that is called again raises ValueError("UNKNOWN: ...") for a broken connection.
-    is_status = isinstance(error, ValueError) and re.match("[A-Z_]+: ", str(error)) is not None
-    is_error_of_program = is_status or isinstance(error, jax.errors.JaxRuntimeError)
-    return is_error_of_program and "RESOURCE_EXHAUSTED" not in str(error)
 
 
 def _disconnect() -> None:

@@ -50,18 +50,6 @@ class Heartbeat:
         self.quiet_seconds = START_SECONDS
         self._started_at = self.printed_at
         self._report = report
-        self._is_over = threading.Event()
-        # A daemon: it never keeps a process alive.
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread; a line that cannot be written does not delay the run."""
-        self._is_over.set()
-        self._thread.join(timeout=_CHECK_SECONDS)
 
     def beat(self) -> None:
         """Print a line if none was printed for `quiet_seconds`."""
@@ -71,13 +59,6 @@ class Heartbeat:
             state = "starting" if self.quiet_seconds == START_SECONDS else "running"
             idle = f"{state} ({now - self._started_at:.0f} s)"
             self._report(f"... {describe_activities(now) or idle}")
-
-    def _beat(self) -> None:
-        while not self._is_over.wait(_CHECK_SECONDS):
-            try:
-                self.beat()
-            except (OSError, ValueError):
-                return  # the output is closed, which the run notices by itself
 
 
 _activities: list[Activity] = []
@@ -112,14 +93,23 @@ def beating(report: Callable[[str], object]) -> Iterator[None]:
     if _active is not None:
         yield
         return
-    _active = Heartbeat(report)
-    _active.start()
+    _active = current = Heartbeat(report)
+    is_over = threading.Event()
+
+    def beat() -> None:
+        with contextlib.suppress(OSError, ValueError):  # the output is closed, as the run notices
+            while not is_over.wait(_CHECK_SECONDS):
+                current.beat()
+
+    # A daemon: it never keeps a process alive.
+    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        heartbeat = _active
         _active = None
-        heartbeat.stop()
+        is_over.set()
+        thread.join(timeout=_CHECK_SECONDS)  # a line that cannot be written does not delay the run
         _activities.clear()  # of work that failed
 
 

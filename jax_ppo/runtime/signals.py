@@ -55,14 +55,14 @@ class _StopSignals:
         self._raise_in_main = False
         self._is_over = threading.Event()
         self.region: tuple[str, float] | None = None
-        self._previous_handlers: dict[int, Any] = {}
+        self.previous_handlers: dict[int, Any] = {}
         self._reader, self._writer = socket.socketpair()
 
     def install(self, numbers: tuple[signal.Signals, ...]) -> None:
         """Install the handlers, but not for signals that are ignored or handled in C."""
         for number in numbers:
             if signal.getsignal(number) not in (None, signal.SIG_IGN):
-                self._previous_handlers[number] = signal.signal(number, self._handle)
+                self.previous_handlers[number] = signal.signal(number, self._handle)
         self._writer.setblocking(False)
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._watch, name="stop signals", daemon=True)
@@ -72,19 +72,12 @@ class _StopSignals:
         """Set the previous handlers again."""
         self._is_over.set()
         signal.set_wakeup_fd(self._previous_fd)
-        for number, handler in self._previous_handlers.items():
+        for number, handler in self.previous_handlers.items():
             signal.signal(number, handler)
         # The thread reads the end of the stream.
         self._writer.close()
         self._thread.join()
         self._reader.close()
-
-    def reset_in_child(self) -> None:
-        """Give a forked child, which has no such thread, the default handlers."""
-        signal.set_wakeup_fd(-1)
-        for number in self._previous_handlers:
-            is_interrupt = number == signal.SIGINT
-            signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
 
     def error(self, text: str) -> BaseException:
         """Return the exception that ends the caller of the Python API."""
@@ -112,7 +105,7 @@ class _StopSignals:
                 if not numbers:
                     return
                 for number in numbers:
-                    if number in self._previous_handlers:
+                    if number in self.previous_handlers:
                         self._count(signal.Signals(number))
             reason = self._reason_to_end()
             if reason is not None:
@@ -287,10 +280,13 @@ def _kill_children() -> None:
 
 
 def _reset_after_fork() -> None:
-    """Give a forked child the default handlers; a signal to it is none to the run."""
+    """Give a forked child, which has no such thread, the default handlers."""
     global _active
     if _active is not None:
-        _active.reset_in_child()
+        signal.set_wakeup_fd(-1)
+        for number in _active.previous_handlers:
+            is_interrupt = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
         _active = None
 
 

@@ -214,10 +214,25 @@ def described_devices(topology: Topology) -> list[jax.Device]:
         return cpu_devices(topology)
     from jax.experimental import topologies
 
+    chips = math.prod(topology.shape)
+    description: dict[str, Any] = {"platform": "tpu", "topology_name": topology.name}
+    if topology.device_type.platform == "cuda":
+        hosts = -(-chips // GPUS_PER_HOST)
+        description = {
+            "platform": "cuda",
+            "topology_name": "",
+            "target_config": GPU_TARGET.format(
+                bandwidth=GPU_BANDWIDTHS[topology.kind],
+                memory=topology.device_type.memory,
+                description=topology.device_type.jax_kind,
+            ),
+            "topology": f"1x{hosts}x{chips // hosts}",  # slices x hosts x devices
+        }
+    elif chips == 1:  # the compiler takes hosts of four chips unless told otherwise
+        description["chips_per_host_bounds"] = (1, 1, 1)
     jax.devices()  # plugins register when the first backend starts
-    describe = {"tpu": _describe_tpus, "cuda": _describe_gpus}[topology.device_type.platform]
     try:
-        return list(topologies.get_topology_desc(**describe(topology)).devices)
+        return list(topologies.get_topology_desc(**description).devices)
     except (RuntimeError, NotImplementedError) as error:
         # An installed compiler refuses a machine with an error of another type.
         if isinstance(error, jax.errors.JaxRuntimeError):
@@ -230,29 +245,6 @@ COMPILERS = {
     "tpu": "libtpu is not installed (`pip install jax[tpu]`; it needs no TPU)",
     "cuda": "CUDA's compiler is not installed (`pip install jax[cuda12]`; it needs no GPU)",
 }
-
-
-def _describe_tpus(topology: Topology) -> dict[str, Any]:
-    arguments: dict[str, Any] = {"platform": "tpu", "topology_name": topology.name}
-    # The compiler takes hosts of four chips unless told otherwise.
-    if math.prod(topology.shape) == 1:
-        arguments["chips_per_host_bounds"] = (1, 1, 1)
-    return arguments
-
-
-def _describe_gpus(topology: Topology) -> dict[str, Any]:
-    gpus = math.prod(topology.shape)
-    hosts = -(-gpus // GPUS_PER_HOST)
-    return {
-        "platform": "cuda",
-        "topology_name": "",
-        "target_config": GPU_TARGET.format(
-            bandwidth=GPU_BANDWIDTHS[topology.kind],
-            memory=topology.device_type.memory,
-            description=topology.device_type.jax_kind,
-        ),
-        "topology": f"1x{hosts}x{gpus // hosts}",  # slices x hosts x devices
-    }
 
 
 def cpu_devices(topology: Topology) -> list[jax.Device]:

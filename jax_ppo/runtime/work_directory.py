@@ -33,8 +33,6 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 _Report = Callable[[str], None]
-
-
 # The work directories in buckets that this process has open, by their local folders.
 _open_buckets: dict[Path, BucketFolder] = {}
 # How the runs before ended that left their lock, by the folder.
@@ -197,7 +195,14 @@ def _locked(workdir: Path, report: _Report) -> Iterator[None]:
         _held_files.add(file)
         file.seek(0)
         # A run that ends, even by an error, empties the file.
-        _lost_runs[workdir] = _describe_lost_run(workdir, file.read().splitlines())
+        _lost_runs[workdir] = ""
+        if lock := file.read().splitlines():
+            written = max(entry.stat().st_mtime for entry in os.scandir(workdir) if entry.is_file())
+            reason = lock[1] if len(lock) > 1 else "without a word (killed?)"
+            _lost_runs[workdir] = (
+                f"the run before, {lock[0]}, ended: {reason}; it last wrote at "
+                f"{_format_time(written)}"
+            )
         file.truncate(0)
         _write_line(file, _describe_process())
         signals.on_abrupt_end(lambda reason, code: _write_line(file, reason))
@@ -208,16 +213,6 @@ def _locked(workdir: Path, report: _Report) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 file.truncate(0)
                 fcntl.flock(file, fcntl.LOCK_UN)
-
-
-def _describe_lost_run(workdir: Path, lock: list[str]) -> str:
-    """Return a line about a run that has left these lines in its lock; "" if there are none."""
-    if not lock:
-        return ""
-    written = max(entry.stat().st_mtime for entry in os.scandir(workdir) if entry.is_file())
-    last = _format_time(written)
-    reason = lock[1] if len(lock) > 1 else "without a word (killed?)"
-    return f"the run before, {lock[0]}, ended: {reason}; it last wrote at {last}"
 
 
 def _describe_process() -> str:

@@ -80,7 +80,7 @@ class BuiltInEngine(RolloutEngine):
         """Dispatch the decode loop and return its rollout. See `RolloutEngine.generate`."""
         # Without an index, 0 is a constant of the program: nothing is sent from the host.
         index = () if first_sample_index is None else (first_sample_index,)
-        return self._dispatch(sampler_program, options, prompts, key, *index)
+        return self._program(sampler_program, options)(self._weights, prompts, key, *index)
 
     def continue_responses(
         self, rollout: Rollout, draws: DrawStates, version: jax.Array, options: SamplingOptions
@@ -92,7 +92,8 @@ class BuiltInEngine(RolloutEngine):
         Returns:
           (responses and states afterwards; int32 [queues], as `Rollout.slot_steps`).
         """
-        continued, draws = self._dispatch(continuation_program, options, rollout, draws, version)
+        program = self._program(continuation_program, options)
+        continued, draws = program(self._weights, rollout, draws, version)
         assert continued.slot_steps is not None
         return dataclasses.replace(continued, slot_steps=None), draws, continued.slot_steps
 
@@ -110,12 +111,11 @@ class BuiltInEngine(RolloutEngine):
         engine._weights = None
         return engine
 
-    def _dispatch(self, build: Callable[..., Any], options: SamplingOptions, *rest: Any) -> Any:
-        """Dispatch the program that `build` makes, with the weights of the last update."""
+    def _program(self, build: Callable[..., Any], options: SamplingOptions) -> Any:
+        """Return what `build` makes for these options, the same program to every caller."""
         if self._weights is None:
             raise RuntimeError("update_weights comes before anything is sampled")
         with self._lock:
             if (build, options) not in self._programs:
                 self._programs[build, options] = build(self._model, options, split_rows)
-            program = self._programs[build, options]
-        return program(self._weights, *rest)
+            return self._programs[build, options]

@@ -107,8 +107,9 @@ class WeightPreparation:
         """Dispatch the programs, and return the copy."""
         # The parts that training splits the stacked layers into.
         layout = getattr(jax.tree.leaves(params["layers"])[0], "sharding", None)
-        is_on_mesh = isinstance(layout, jax.sharding.NamedSharding)
-        stages = int(layout.mesh.shape["stage"]) if is_on_mesh else 1
+        stages = 1
+        if isinstance(layout, jax.sharding.NamedSharding):
+            stages = int(layout.mesh.shape["stage"])
         mesh = self._trained_on
         with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
             weights, index = self._others(without_part(params, "layers"))

@@ -82,8 +82,12 @@ def split_experts(function: Callable[..., jax.Array]) -> Callable[..., jax.Array
             return run_part(x, weights, experts, projections)
         rows = P(row_axes)
         # Inside `split_rows` experts are split already, as rows are.
-        expert_axis = "expert" if row_axes and "expert" in row_axes else None
-        specs = _expert_parts(expert_axis)
+        expert = "expert" if row_axes and "expert" in row_axes else None
+        inwards = {"kernel": P(expert, None, "model"), "kernel_scale": P(expert, "model")}
+        outwards = {"kernel": P(expert, "model", None), "kernel_scale": P(expert)}
+        for kinds in (inwards, outwards):
+            kinds["bias"] = kinds["kernel_scale"]
+        specs = {"gate_proj": inwards, "up_proj": inwards, "down_proj": outwards}
         parts = {
             name: {kind: specs[name][kind] for kind in arrays}
             for name, arrays in projections.items()
@@ -92,12 +96,3 @@ def split_experts(function: Callable[..., jax.Array]) -> Callable[..., jax.Array
         return split(x, weights, experts, projections)
 
     return run
-
-
-def _expert_parts(expert: str | None) -> dict[str, dict[str, P]]:
-    """Return how a device's part of each projection is split inside `split_experts`."""
-    inwards = {"kernel": P(expert, None, "model"), "kernel_scale": P(expert, "model")}
-    outwards = {"kernel": P(expert, "model", None), "kernel_scale": P(expert)}
-    for parts in (inwards, outwards):
-        parts["bias"] = parts["kernel_scale"]
-    return {"gate_proj": inwards, "up_proj": inwards, "down_proj": outwards}

@@ -83,15 +83,14 @@ def run_stages(
 
     micro_batches = jax.tree.map(_gather_micro_batches, (x_RxLxD, rows))
     hidden, others = _split_stages(run)(layers, micro_batches)
-    others = jax.tree.map(lambda x: _to_rows(x, stages), others)
-    return _scatter_micro_batches(hidden), others
 
+    def to_rows(x_NxMxr: jax.Array) -> jax.Array:
+        N, M, r, *rest = x_NxMxr.shape
+        # Rows are split over stages first, and each device has consecutive ones.
+        x_NxSxMxr = x_NxMxr.reshape(N, stages, M // stages, r, *rest)
+        return x_NxSxMxr.swapaxes(2, 3).reshape(N, M * r, *rest)
 
-def _to_rows(x_NxMxr: jax.Array, stages: int) -> jax.Array:
-    """Return the micro-batches [N, M, r, ...] of N layers as rows [N, R, ...]."""
-    N, M, r, *rest = x_NxMxr.shape
-    # Rows are split over stages first, and each device has consecutive ones.
-    return x_NxMxr.reshape(N, stages, M // stages, r, *rest).swapaxes(2, 3).reshape(N, M * r, *rest)
+    return _scatter_micro_batches(hidden), jax.tree.map(to_rows, others)
 
 
 def _split_stages(function: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:

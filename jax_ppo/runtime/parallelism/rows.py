@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from jax_ppo.runtime.meshes import ROWS
@@ -68,31 +68,27 @@ def split_rows(function: Callable[..., Any]) -> Callable[..., Any]:
         )
         run_shard = function
         if in_step:
-            run_shard = functools.partial(function, any_shard=_any_shard)
-        params_parts = _row_parts(params) if has_shared_experts else P()
+
+            def any_shard(condition: jax.Array) -> jax.Array:
+                return jax.lax.pmax(condition.astype(np.int32), ROWS) > 0
+
+            run_shard = functools.partial(function, any_shard=any_shard)
+        parts: Any = P()
+        if has_shared_experts:
+            # Of parameters, the axes of rows split experts alone in decoding.
+            parts = jax.tree.map(
+                lambda layout: P(*[axis if axis in ROWS else None for axis in layout.spec]),
+                tree_shardings(mesh, params, DECODE_RULES),
+            )
         return jax.shard_map(
             run_shard,
-            in_specs=(params_parts, P(ROWS), P(ROWS), P()),
+            in_specs=(parts, P(ROWS), P(ROWS), P()),
             out_specs=P(ROWS),
             axis_names=set(ROWS),
             check_vma=False,
         )(params, *rows_and_key)
 
     return run
-
-
-def _row_parts(params: Any) -> Any:
-    """Return how the axes of rows split parameters in decoding: they split experts alone."""
-
-    def only_rows(layout: NamedSharding) -> P:
-        return P(*[axis if axis in ROWS else None for axis in layout.spec])
-
-    mesh = jax.sharding.get_abstract_mesh()
-    return jax.tree.map(only_rows, tree_shardings(mesh, params, DECODE_RULES))
-
-
-def _any_shard(condition: jax.Array) -> jax.Array:
-    return jax.lax.pmax(condition.astype(np.int32), ROWS) > 0
 
 
 def call_host(function: Callable[..., Any], result_shapes: Any, *arguments: jax.Array) -> Any:

@@ -73,12 +73,13 @@ class HuggingFaceEngine(ExternalEngine):
         def draw(ids: Any, logits: Any) -> Any:
             nonlocal ended, stop_states
             ours = drop_ids(jnp.asarray(logits.float().numpy()), self.actor.architecture.num_ids)
-            *drawn, ends, stop_states = _draw(ours, keys, len(steps), stop_states, options)
-            tokens, logprobs = map(np.asarray, drawn)
-            steps.append((tokens, logprobs, ~ended))
+            next_B, logprobs, ends, stop_states = _draw(
+                ours, keys, len(steps), stop_states, options
+            )
+            steps.append((np.asarray(next_B), np.asarray(logprobs), ~ended))
             ended = ended | np.asarray(ends)
             only = torch.full_like(logits, -torch.inf)
-            return only.scatter(1, torch.from_numpy(tokens.astype(np.int64))[:, None], 0.0)
+            return only.scatter(1, torch.from_numpy(np.asarray(next_B, np.int64))[:, None], 0.0)
 
         with torch.inference_mode():
             self._model.generate(
@@ -92,9 +93,9 @@ class HuggingFaceEngine(ExternalEngine):
                     [lambda ids, scores: torch.from_numpy(ended)]
                 ),
             )
-        tokens, logprobs, active = (np.stack(x, axis=1) for x in zip(*steps, strict=True))
+        drawn, logprobs, active = (np.stack(x, axis=1) for x in zip(*steps, strict=True))
         return [
-            Response(tokens[row, mask].tolist(), logprobs[row, mask].tolist(), not is_over)
+            Response(drawn[row, mask].tolist(), logprobs[row, mask].tolist(), not is_over)
             for row, (mask, is_over) in enumerate(zip(active, ended, strict=True))
         ]
 
