@@ -27,8 +27,7 @@ def distributed_state() -> Any:
     """Return what `jax.distributed.initialize` has connected to.
 
     It has `client` (`None` in a run of one process), `process_id`, `num_processes` and
-    `coordinator_address`. Tried with jax 0.10.2 and 0.12.0. Nothing public gives the client, so
-    pyproject.toml bounds jax.
+    `coordinator_address`. Tried with jax 0.10.2 and 0.12.0; pyproject.toml bounds jax.
     """
     from jax._src import distributed
 
@@ -92,8 +91,8 @@ def _replace_in_jaxlib(name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
 def take_metadata_store(temporary_path: Any) -> Any:
     """Return what writes an Orbax checkpoint's last metadata, and keep Orbax from using it.
 
-    Tried with orbax-checkpoint 0.12.8. Nothing public writes the metadata before the checkpoint is
-    complete, so pyproject.toml bounds orbax-checkpoint.
+    Tried with orbax-checkpoint 0.12.8, which pyproject.toml bounds: nothing public writes the
+    metadata before the checkpoint is complete.
     """
     store = temporary_path._checkpoint_metadata_store
     temporary_path._checkpoint_metadata_store = None

@@ -100,8 +100,7 @@ def output_shapes(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled) ->
 def run_on_shapes(compile_: Compile = compile_program) -> Iterator[None]:
     """Make programs take shapes while the context is open, and `placement.place` return them.
 
-    Each is compiled once for each kind of arguments, by `compile_`. Other threads still run on
-    arrays.
+    `compile_` compiles each once for each kind of arguments. Other threads still run on arrays.
     """
     token = _shape_run.set(_ShapeRun(compile_))
     try:
@@ -146,10 +145,9 @@ _shape_run: ContextVar[_ShapeRun | None] = ContextVar("shape_run", default=None)
 def enable_cache(option: str, report: Callable[[str], None]) -> None:
     """Make JAX keep compiled programs on disk, and look for them there before it compiles.
 
-    Call it before any computation. Several processes, of one run or of several, may use one folder.
-    JAX identifies programs by what is computed, on which kind of device and by which version of the
-    compiler, so that an entry is never out of date. `option` is config.trainer.compilation_cache;
-    `report` is called with a line if the folder cannot be written: the run continues without it.
+    Call it before any computation. Several processes, of one run or of several, may use one folder,
+    and no entry is ever out of date. `option` is config.trainer.compilation_cache; `report` is
+    called with a line if the folder cannot be written: the run continues without it.
     """
     # The option comes first, then JAX's own variable, then the user's cache folder.
     folder = (

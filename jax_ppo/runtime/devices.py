@@ -30,10 +30,7 @@ _STATISTICS = {"bytes_in_use": "memory/used_gib", "peak_bytes_in_use": "memory/p
 
 
 def read_memory_limit() -> int | None:
-    """Return the bytes that programs may use on the smallest device of this process.
-
-    `None` if the platform does not report it, as on CPUs.
-    """
+    """Return the bytes for programs on this process's smallest device; `None` if not reported."""
     statistics = [device.memory_stats() or {} for device in jax.local_devices()]
     limits = [figures["bytes_limit"] for figures in statistics if "bytes_limit" in figures]
     return min(limits, default=None)
@@ -51,7 +48,7 @@ def read_host_memory() -> int:
 def measure_device_memory() -> dict[str, float]:
     """Return the memory in use and its peak so far, in GiB, of the fullest device of this process.
 
-    A figure that the platform does not report is left out; CPUs report none.
+    CPUs report none.
     """
     figures: dict[str, float] = {}
     for device in jax.local_devices():
@@ -65,9 +62,8 @@ def measure_device_memory() -> dict[str, float]:
 def release_freed_memory(resident: Any) -> None:
     """Return what programs on CPU devices have freed to the system, where malloc keeps it.
 
-    glibc keeps up to 64 MiB for each thread that has run a program, and there are dozens. A limit
-    of malloc itself (M_MMAP_THRESHOLD) would have the system clear memory for each product. If the
-    arrays that stay, `resident`, are small, nothing is done.
+    glibc keeps up to 64 MiB for each of dozens of threads; its own limit (M_MMAP_THRESHOLD) would
+    slow down each product. If the arrays that stay, `resident`, are small, nothing is done.
     """
     # On accelerators, programs use other memory.
     trim = compat.malloc_trim() if jax.default_backend() == "cpu" else None
@@ -128,8 +124,8 @@ LEAST_CAPABILITY = 8.0  # of an NVIDIA GPU with units for bfloat16: Ampere
 def resolve_dtype(options: Model, platform: str, compute_capability: str | None = None) -> Model:
     """Return the section with a `dtype` that is no longer `auto`.
 
-    `platform` is JAX's name of the devices' platform, or cuda and rocm, if that is known, for gpu;
-    `compute_capability` an NVIDIA GPU's, such as "9.0".
+    `platform` is JAX's name of the platform, or cuda and rocm for gpu; `compute_capability` an
+    NVIDIA GPU's, such as "9.0".
     """
     if options.dtype != "auto":
         return options

@@ -131,8 +131,8 @@ def allgather_json(value: Any) -> list[Any]:
 def _allgather(value: np.ndarray | np.int32) -> np.ndarray:
     """Return the arrays of all processes, [processes, ...], through the mesh in the context.
 
-    JAX's own function uses all devices. It would wait for those that decode beside an update, and
-    processes might start it and the decoding, which another thread starts, in different orders.
+    JAX's own function uses all devices. It would wait for those that decode beside an update, which
+    processes might start in different orders.
     """
     mesh = jax.sharding.get_mesh()
     layout = sharding.process_rows(jax.devices() if mesh.empty else mesh.devices.flat)
@@ -145,10 +145,10 @@ def _allgather(value: np.ndarray | np.int32) -> np.ndarray:
 def agree_on_signal(received: signal.Signals | None) -> signal.Signals | None:
     """Return the signal that ends the run now, the same in all processes, or `None`.
 
-    Every process must call it equally often, at the same points of its program. The main process
-    decides at each point, and the others wait for its decision on the host; the mesh does not wait.
-    A signal to another process takes effect at that process's next point or the one after it.
-    `received` is the signal that this process has received.
+    Every process must call it equally often, at the same points of its program, with the signal
+    that it has received itself. The main process decides, and the others wait for its decision on
+    the host. A signal to another process takes effect at that process's next point or the one after
+    it.
     """
     client = compat.distributed_state().client
     if client is None:
@@ -193,10 +193,7 @@ def run_on_main(function: Callable[[], object]) -> None:
 
 
 def _arguments(options: schema.Distributed, environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return the arguments of `jax.distributed.initialize`.
-
-    They are {} where it detects the cluster by itself, and `None` for one process.
-    """
+    """Return arguments of `jax.distributed.initialize`: {} if it detects them, `None` if alone."""
     # The options win over the environment, and JAX's variables over a cluster's.
     address, count, process = options.coordinator_address, options.num_processes, options.process_id
     if not address:

@@ -161,8 +161,7 @@ def report_progress() -> None:
 def _disconnect() -> None:
     """Wait until every process has done its work, and disconnect from them.
 
-    JAX would do so when the interpreter exits, and abort with a stack trace if a process dies
-    meanwhile.
+    At exit, JAX would abort with a stack trace if a process died meanwhile.
     """
     import jax
 

@@ -73,10 +73,10 @@ def make_mesh(
 
 
 def _leave_devices(devices: list[jax.Device], count: int, processes: int) -> list[jax.Device]:
-    """Return all but `count` devices, process by process; raise `UserError` if they cannot be left.
+    """Return all but `count` devices; raise `UserError` if they cannot be left.
 
-    Each process keeps and leaves equally many: weights are copied to other devices inside a process
-    alone, since JAX has only an experimental transfer between processes, which CPUs lack.
+    Each process keeps and leaves equally many, since weights are copied to other devices inside a
+    process alone.
     """
     option = f"config.rollout.mesh.devices={count}"
     if count % processes:
@@ -103,20 +103,16 @@ def by_process(devices: Iterable[jax.Device]) -> list[jax.Device]:
 
 
 def _devices_per_slice(devices: Sequence[jax.Device]) -> collections.Counter[int]:
-    """Count the devices of each slice, inside which a fast network connects them.
-
-    A slice is a slice of a TPU Multislice job, or a host of a GPU job.
-    """
+    """Count the devices of each TPU slice or GPU host, which a fast network connects."""
     return collections.Counter(getattr(device, "slice_index", 0) for device in devices)
 
 
 def arrange_slices(sizes: tuple[int, ...], devices: Sequence[jax.Device]) -> np.ndarray:
     """Return the devices of several slices in the shape of the mesh.
 
-    The slow network between slices is left to the first axes, in the order of `AXES`, which
-    exchange the least: a mesh with `data` = the number of slices sends nothing but gradients from
-    one to another, one with `stage` = that number mostly hidden states. `sizes` are the sizes of
-    the axes, the most frequent exchanges last.
+    The slow network between slices is left to the first of the axes, which exchange the least: with
+    `data` = the number of slices, nothing but gradients. `sizes` are the axes' in the order of
+    `AXES`.
 
     Raises:
       UserError: slices have different numbers of devices.
@@ -141,8 +137,8 @@ def arrange_slices(sizes: tuple[int, ...], devices: Sequence[jax.Device]) -> np.
 def make_rollout_mesh(mesh: Mesh, shape: RolloutMesh) -> Mesh:
     """Return the mesh to decode on: `mesh`, or another over its devices in the same order.
 
-    With `shape.devices` it has that many of the devices that `make_mesh` has left instead. The
-    devices that split a matrix are neighbours in that order.
+    With `shape.devices` it has that many of the devices that `make_mesh` has left instead.
+    Neighbours in that order split a matrix.
 
     Raises:
       UserError: the sizes do not multiply to the number of devices.
@@ -209,10 +205,7 @@ def needs_large_micro_batches(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def vocabulary_axis(mesh: Mesh | AbstractMesh, vocab_size: int) -> str | None:
-    """Return the axis that splits the vocabulary, `None` if all devices hold all of it.
-
-    One token that was added to a tokenizer makes a size that no number of devices divides.
-    """
+    """Return the axis that splits the vocabulary, `None` if it does not divide its size."""
     return None if vocab_size % mesh.shape.get("model", 1) else "model"
 
 
@@ -221,9 +214,8 @@ def validate_architecture(
 ) -> None:
     """Raise `UserError` if the mesh cannot split the model's dimensions evenly.
 
-    A decoder's heads need not be divisible: query heads are padded (`pad_query_heads`), heads
-    of keys and values copied (`copy_kv_heads`); only the projections to them are split evenly. An
-    encoder's heads are split, and its vocabulary is not. Messages name the section `option`.
+    A decoder's heads need not be divisible (`pad_query_heads`, `copy_kv_heads`), only the
+    projections to them. Messages name the section `option`.
     """
     if is_encoder:
         sizes = _dimensions_of_encoder(architecture)

@@ -75,10 +75,7 @@ def to_device(tree: Any) -> Any:
 
 
 def fetch(tree: Any) -> Any:
-    """Copy what is in the host's memory to the devices, outside of a compiled function.
-
-    Takes arrays, or their shapes; those on devices stay as they are.
-    """
+    """Copy what is in the host's memory, arrays or shapes, to the devices, outside of programs."""
 
     def copy(x: Any) -> Any:
         if x.sharding.memory_kind != PINNED_HOST:
@@ -122,8 +119,8 @@ def copy_rows(array: jax.Array, layout: NamedSharding) -> jax.Array:
     """Copy an array, whose rows may be split, to another mesh of the same processes.
 
     With several processes it passes through the host of each, unless the devices are the same. If
-    one needs rows of others, the devices of `array` exchange them first, in a program: every
-    process must call it at the same point among the programs on these devices.
+    one needs rows of others, a program exchanges them first: every process must call this at the
+    same point among the programs on these devices.
     """
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         # JAX lays out the data of keys for other processes' devices, too, but not keys.
@@ -162,9 +159,8 @@ def _rows_of_processes(layout: NamedSharding, shape: tuple[int, ...]) -> dict[in
 def from_local_rows(mesh: Mesh, indices: np.ndarray, values: Any, total: int) -> jax.Array:
     """Return the array [total, ...] in the layout of `batch_rows`, from the rows of each process.
 
-    Every process must call it. Where processes hold copies of each other's rows, the devices
-    exchange them; the host does not wait. `values` [r, ...] are the rows at `indices` int [r], as
-    returned by `local_rows` in this process.
+    Every process must call it, with `values` [r, ...] at `indices` int [r] as `local_rows` returned
+    them. Where processes hold copies of each other's rows, the devices exchange them.
     """
     if _shares_rows(mesh, total):
         return _exchange_copied_rows(mesh, indices, values, total)
@@ -210,10 +206,7 @@ def _part_size(size: int, copies: int) -> int:
 
 
 def all_rows(mesh: Mesh, indices: np.ndarray, values: Any, total: int) -> np.ndarray:
-    """Return the rows of all processes, [total, ...], on the host of each.
-
-    Takes the same arguments as `from_local_rows`.
-    """
+    """Return all processes' rows, [total, ...], on the host of each; see `from_local_rows`."""
     # Through the mesh, since each process has only its rows.
     if jax.process_count() > 1:
         return to_host(from_local_rows(mesh, indices, values, total))
@@ -230,13 +223,12 @@ def _scatter_rows(indices: np.ndarray, values: Any, total: int) -> np.ndarray:
 def local_rows(array: jax.Array) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows that this process is responsible for, in order.
 
-    Each row belongs to exactly one process. Devices that hold copies of the same rows, as in tensor
-    parallelism, divide these rows among themselves; a process may be left without any.
-
-    The array is [B, ...], in the layout of `batch_rows`.
+    Each row of an array [B, ...] in the layout of `batch_rows` belongs to exactly one process.
+    Devices that hold copies of the same rows, as in tensor parallelism, divide these among
+    themselves.
 
     Returns:
-      (indices, int [r]; values, [r, ...]).
+      (indices, int [r]; values, [r, ...]); r may be 0.
     """
     holders = collections.Counter[int]()
     rank_of_device = {}

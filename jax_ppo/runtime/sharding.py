@@ -74,8 +74,7 @@ TRAIN_RULES: Rules = tuple(
 def _decoding_rule(pattern: str, spec: P) -> tuple[str, P]:
     """Return the rule of a parameter in decoding, which does not stack layers.
 
-    Decoding reads every weight once per token: nothing is split over `WEIGHTS`, so that nothing is
-    gathered inside the loop.
+    Decoding reads every weight per token: `WEIGHTS` split nothing that each token would gather.
     """
     is_layer = pattern.startswith("layers/")
     if is_layer:
@@ -91,8 +90,8 @@ DECODE_RULES: Rules = tuple(_decoding_rule(*rule) for rule in ENCODER_RULES)
 def decode_rules(mesh: Mesh | AbstractMesh, num_kv_heads: int) -> Rules:
     """Return `DECODE_RULES`, with copies of the projections to keys and values if they need it.
 
-    A device computes whole heads. If it shares one with others, it computes all of them instead of
-    receiving parts of them for each token.
+    A device computes whole heads: it computes one that it shares with others instead of receiving
+    it.
     """
     if num_kv_heads % mesh.shape["model"] == 0:
         return DECODE_RULES
@@ -137,10 +136,9 @@ def rows(mesh: Mesh, axis: int = 0) -> NamedSharding:
 
 
 def batch_rows(mesh: Mesh, count: int) -> NamedSharding:
-    """Return the sharding of arrays of `count` rows: split, or whole on each device.
+    """Return the sharding of arrays of `count` rows: split, or whole if they do not divide evenly.
 
-    They are whole if they cannot be split evenly. Such arrays hold tokens or numbers per token and
-    are small compared with a model; the packed rows that models run are always split.
+    Such arrays are small; the packed rows that models run are always split.
     """
     return replicated(mesh) if count % row_shards(mesh) else rows(mesh)
 
@@ -167,10 +165,7 @@ def copied_rows(mesh: Mesh, groups: int) -> NamedSharding:
 
 
 def constrain_rows(x: jax.Array) -> jax.Array:
-    """Keep the rows of `x` split, inside a compiled function.
-
-    Without a mesh in the context, return `x`.
-    """
+    """Keep the rows of `x` split, inside a compiled function with a mesh."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
     # What is split over `model` stays split.
@@ -193,10 +188,7 @@ def drop_padded_rows(x: jax.Array, count: int) -> jax.Array:
 
 
 def constrain_tree(tree: Any) -> Any:
-    """Lay out every leaf according to `TRAIN_RULES`, inside a compiled function.
-
-    Without a mesh in the context, return `tree`.
-    """
+    """Lay out every leaf by `TRAIN_RULES`, inside a compiled function with a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return tree

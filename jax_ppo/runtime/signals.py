@@ -174,8 +174,8 @@ def handle_stop_signals(*, ends_process: bool) -> Iterator[_StopSignals | None]:
     """Handle SIGTERM and SIGINT in the block; afterwards the caller's handlers are set again.
 
     Inside of another such block, and outside of the main thread, no handlers are installed.
-    `ends_process` says whether the run may end the process without returning, as commands may.
-    Otherwise `KeyboardInterrupt` or `SystemExit` is raised in the main thread.
+    `ends_process`: the run may end the process without returning, as commands may; otherwise
+    `KeyboardInterrupt` or `SystemExit` is raised in the main thread.
 
     Yields:
       What was received; `None` outside of the main thread.
@@ -198,9 +198,9 @@ def handle_stop_signals(*, ends_process: bool) -> Iterator[_StopSignals | None]:
 
 
 def on_abrupt_end(announce: Callable[[str, int], None]) -> None:
-    """Have a function called, in a thread, before a signal ends the process at once.
+    """Have a function called with reason and exit code before a signal ends the process at once.
 
-    It is called with the reason and the exit code, and must not wait for long.
+    A thread calls it, and it must not wait for long.
     """
     _on_abrupt_end.append(announce)
 
@@ -232,8 +232,8 @@ def record_saved_step(step: int) -> None:
 def limited(work: str) -> Iterator[heartbeat.Activity]:
     """Mark work that delays the end of the run by LIMIT_SECONDS at most.
 
-    The time counts from the signal, or from the start of the work if that is later. A block inside
-    of another one ends its limit.
+    The time counts from the signal or the start of the work, whichever is later. Blocks do not
+    nest.
     """
     with heartbeat.activity(work) as activity:
         signals = _active

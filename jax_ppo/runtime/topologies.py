@@ -187,10 +187,9 @@ def _validate_hosts(topology: Topology) -> None:
 
 
 def prepare_environment(topology: Topology) -> None:
-    """Make JAX use CPU devices alone, as many as the machine has.
+    """Make JAX use CPU devices alone, as many as the machine has, before its first use of one.
 
-    Must be called before JAX's first use of a device. A plan never touches an accelerator: a run
-    may be using it.
+    A plan never touches an accelerator: a run may be using it.
     """
     os.environ |= {
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",

@@ -53,13 +53,10 @@ def validated(workdir: str | Path) -> str | Path:
 
 @contextlib.contextmanager
 def open_work_directory(workdir: str | Path, report: _Report) -> Iterator[Path]:
-    """Create and lock the work directory for the duration of the block.
+    """Create and lock the work directory for the duration of the block, and yield its folder.
 
     The main process holds the lock of a folder, which the operating system releases when the
     process ends, in whichever way. In a bucket the run that has started last may write.
-
-    Yields:
-      The folder to write to.
 
     Raises:
       UserError: on every process: the folder cannot be created or written to, another run uses it,
@@ -128,10 +125,7 @@ def refuse_checkpoints(workdir: str | Path) -> None:
 
 
 def lost_run(folder: Path) -> str:
-    """Return a line about the run before in a folder if it was killed; "" if it was not.
-
-    Only the main process knows it.
-    """
+    """Return, to the main process, a line about a run in the folder that was killed, or ""."""
     return _lost_runs.get(folder, "")
 
 
@@ -146,10 +140,7 @@ def publish(folder: Path) -> None:
 
 
 def fetch_folder(folder: Path, name: str) -> None:
-    """Let this process read a folder of files that an interrupted run has written.
-
-    On a disk there is nothing to do.
-    """
+    """Let this process read a bucket's folder of files that an interrupted run has written."""
     if folder in _open_buckets:
         _open_buckets[folder].fetch_folder(name)
 

@@ -20,12 +20,10 @@ from jax_ppo.types import Params, Prompts, Rollout
 
 
 def resolve_engine(name: str) -> Callable[..., RolloutEngine]:
-    """Return the class that `rollout.engine` names.
-
-    It is called with `mesh`, `actor` and `params`; see `registries.RolloutEngineEntry`.
+    """Return the class that `rollout.engine` names; see `registries.RolloutEngineEntry`.
 
     Raises:
-      UserError: a user-defined class cannot be imported or does not take these arguments.
+      UserError: a user-defined class cannot be imported or does not take mesh, actor and params.
     """
     if name in ROLLOUT_ENGINES:
         return ROLLOUT_ENGINES[name].function
@@ -85,9 +83,7 @@ class BuiltInEngine(RolloutEngine):
     def continue_responses(
         self, rollout: Rollout, draws: DrawStates, version: jax.Array, options: SamplingOptions
     ) -> tuple[Rollout, DrawStates, jax.Array]:
-        """Dispatch `continue_responses` with the weights of the last update.
-
-        `rollout` has the responses so far, as returned here or by `begin_responses`.
+        """Dispatch `continue_responses` for what it or `begin_responses` has returned.
 
         Returns:
           (responses and states afterwards; int32 [queues], as `Rollout.slot_steps`).

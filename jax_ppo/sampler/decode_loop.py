@@ -56,8 +56,7 @@ def generate_responses(
     Args:
       model: with `unrolled=True`.
       options: how to sample.
-      params: the actor's, unrolled (`models.transformer.unroll_params`), in the type to compute in,
-        laid out for decoding.
+      params: the actor's, unrolled, in the type to compute in, laid out for decoding.
       prompts: [N / n, P]; sample i answers prompt i // n.
       indices_N: int32, the samples' addresses for random numbers. The last ones may be `PADDING`;
         what is returned for such a sample has no meaning.
@@ -120,10 +119,7 @@ def _needs_width(job: DecodeJob, narrower: int, state: DecodeState) -> jax.Array
 
 
 def refill_and_decode(job: DecodeJob, narrower: int, state: DecodeState) -> DecodeState:
-    """Fill idle slots from the queue; decode until `job.refill` are idle again, or fewer suffice.
-
-    The next loop has `narrower` slots.
-    """
+    """Fill idle slots; decode until `job.refill` are idle again, or `narrower` suffice."""
 
     # Prefill once all samples of the prefilled prompts have entered slots.
     def should_prefill(state: DecodeState) -> jax.Array:

@@ -18,10 +18,7 @@ from jax_ppo.types import Params
 
 
 def shape_decoding_weights(mesh: jax.sharding.Mesh, actor: Transformer, params: Params) -> Params:
-    """Return shapes and shardings of the copy of the weights that decoding on a mesh reads.
-
-    `params` are the parameters, or their shapes, of the policy's model as it is trained.
-    """
+    """Return shapes and layouts of the copy of the trained parameters that decoding reads."""
 
     def make_weights(params: Params) -> Params:
         partial_stacks = actor.architecture.partial_stacks
@@ -54,9 +51,8 @@ def largest_part_bytes(weights: Params) -> int:
 class WeightPreparation:
     """Makes the copy from stacked parameters.
 
-    One program lays the layers out one after the other. A program for all of them would take
-    longer to compile the more layers there are, and on several devices hold all gathered layers at
-    once, as much memory as the copy itself takes.
+    One program lays the layers out one after the other. A program for all of them would take longer
+    to compile, and on several devices hold all gathered layers at once.
     """
 
     def __init__(
@@ -140,10 +136,7 @@ class WeightPreparation:
 def _layer_in_decoding_form(
     actor: Transformer, missing: tuple[str, ...], layers: Params, index: jax.Array, stages: int
 ) -> tuple[Params, jax.Array]:
-    """Return a layer of the stack as decoding reads it, and the index of the next one.
-
-    The index stays on the devices: nothing is sent from the host for a layer.
-    """
+    """Return a layer as decoding reads it, and the index of the next, which stays on devices."""
     one = {}
     partial_stacks = actor.architecture.partial_stacks
     for name, stacked in layers.items():

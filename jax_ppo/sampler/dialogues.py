@@ -84,10 +84,7 @@ def waiting_slots(job: DecodeJob, state: DecodeState) -> jax.Array:
 
 
 def record_turns(job: DecodeJob, state: DecodeState, draws: Draws, cache: Cache) -> DecodeState:
-    """Record the tokens of a decode step, and let the turns that they end wait.
-
-    Observations take the place of what is drawn.
-    """
+    """Record the tokens of a decode step, or observations in their place; let ended turns wait."""
     before, dialogues = state.slots, state.dialogues
     assert dialogues is not None
     N = job.samples

@@ -43,10 +43,7 @@ class Answers(NamedTuple):
 
 
 class Environment(Protocol):
-    """An environment of many dialogues.
-
-    Its hash is its identity: programs are compiled for one object.
-    """
+    """An environment of many dialogues; programs are compiled for one object, by its identity."""
 
     observation_length: int  # O, the most tokens of an observation
     metric_names: tuple[str, ...]  # M names
@@ -107,14 +104,10 @@ class RolloutEngine(Protocol):
         return
 
     def update_weights(self, params: Params) -> None:
-        """Take over the weights to sample from.
+        """Take over the actor's parameters, with stacked layers split over the training's mesh.
 
         The engine makes its own copy in the type and layout that it decodes with: the arrays passed
         in may be donated to the next update after this call. It must not block on the device.
-
-        Args:
-          params: the actor's parameters, with stacked layers (`models/transformer.py`), split over
-            the mesh for training.
         """
 
     def generate(

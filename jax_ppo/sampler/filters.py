@@ -81,8 +81,7 @@ def keep_top_p(
 ) -> jax.Array:
     """Replace all weights by 0 but the largest, as few as together hold a share p of the sum.
 
-    Those equal to the last one kept are kept, too. `sums_B` are the sums if there are weights
-    besides these.
+    Those equal to the last one are kept, too. `sums_B` are the sums if there are further weights.
     """
     if p >= 1:
         return weights_BxM
@@ -108,9 +107,8 @@ def _keep_heaviest(
 ) -> jax.Array:
     """Replace all weights by 0 but the heaviest, as few as measure `needed` together.
 
-    Those equal to the least of them are kept, too, and all if all together measure less. The least
-    is found by bisection: non-negative floats have the order of their bits, so 30 sums over the row
-    find it exactly.
+    Those equal to the least of them are kept, too. Bisection finds the least: non-negative floats
+    have the order of their bits, so 30 sums over the row find it exactly.
     """
     bits_BxM = jax.lax.bitcast_convert_type(weights_BxM, jnp.int32)
 

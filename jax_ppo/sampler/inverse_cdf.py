@@ -15,9 +15,7 @@ from jax_ppo.runtime.parallelism.vocabulary import WHOLE, VocabularyShards
 def draw_tokens(
     weights_BxV: jax.Array, uniforms_Bx2: jax.Array, shards: VocabularyShards = WHOLE
 ) -> tuple[jax.Array, jax.Array]:
-    """Draw one token per row with probability weight / sum.
-
-    A token of weight 0 is never drawn, be it left out by a filter or padding of the last block.
+    """Draw one token per row with probability weight / sum; never one of weight 0.
 
     Returns:
       (tokens, int32 [B]; the sum of each row, float32 [B]).
@@ -80,8 +78,8 @@ def take_local(x_BxNx: jax.Array, index_B: jax.Array) -> jax.Array:
 def invert_cdf(weights_BxN: jax.Array, uniforms_B: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the first index of positive weight whose running sum passes uniform x total.
 
-    Parallel running sums round, and may even decrease. Therefore indices of weight 0 are excluded
-    explicitly, and if rounding leaves none at the very end, the heaviest is taken.
+    Parallel running sums round, and may even decrease: indices of weight 0 are excluded, and if
+    rounding leaves none at the very end, the heaviest is taken.
 
     Returns:
       (indices, int32 [B]; totals, float32 [B]).

@@ -31,10 +31,9 @@ class OtherMeshEngine(RolloutEngine):
     """`RolloutEngine` that runs another engine with that engine's mesh in the context."""
 
     def __init__(self, engine: RolloutEngine, mesh: Mesh, run_mesh: Mesh) -> None:
-        """Wrap an engine that was made for `mesh`.
+        """Wrap an engine that was made for `mesh`; arguments and rollouts are on `run_mesh`.
 
-        Arguments come from `run_mesh`, which has the same devices in the same order, or none of
-        them (`SeparateEngine`), and rollouts return to it.
+        The meshes have the same devices in the same order, or none in common (`SeparateEngine`).
         """
         self._engine = engine
         self._mesh = mesh
@@ -117,10 +116,7 @@ class SeparateEngine(OtherMeshEngine):
         )
 
     def update_weights(self, params: Params) -> None:
-        """Wait for what is decoded ahead, and copy the weights to the devices that decode.
-
-        Unlike other engines, wait for the copy, too: see `WeightPreparation`.
-        """
+        """Wait for what is decoded ahead, copy the weights, and wait (`WeightPreparation`)."""
         if self._ahead is not None:
             concurrent.futures.wait([self._ahead])
         # These devices need not have room for two copies.
@@ -134,10 +130,10 @@ class SeparateEngine(OtherMeshEngine):
     def decode_ahead(self, decode: Callable[[], T]) -> "concurrent.futures.Future[T]":
         """Call `decode`, which calls this engine, in a thread, and return its future result.
 
-        GPUs and CPUs dispatch a loop by running it, and responses pass through the host: without a
-        thread the caller would wait for them before it could dispatch an update. `decode` must run
-        programs on this engine's devices only, so give it what `send` returns: programs on the
-        run's mesh would follow that update, or start in another order than in another process.
+        GPUs and CPUs dispatch a loop by running it, and responses pass through the host: the caller
+        could not dispatch an update meanwhile. `decode` must run programs on this engine's devices
+        only, on what `send` returns: others would follow that update, or start in another order
+        than elsewhere.
         """
         if runs_on_shapes():
             shapes: concurrent.futures.Future[T] = concurrent.futures.Future()

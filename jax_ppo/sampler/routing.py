@@ -57,10 +57,7 @@ def record_prefill(
 def record_entries(
     record: RoutingRecord, sample_g: jax.Array, buffer_g: jax.Array
 ) -> RoutingRecord:
-    """Return the record with the prompts of samples that enter slots.
-
-    `sample_g` are the samples, N for none; `buffer_g` the rows of the buffer with their prompts.
-    """
+    """Return the record with buffer rows `buffer_g` for samples `sample_g`, N for none."""
     P = record.buffer.shape[1]
     sequences = record.sequences.at[sample_g, :P].set(record.buffer[buffer_g], mode="drop")
     return record._replace(sequences=sequences)
@@ -72,10 +69,7 @@ def record_tokens(
     sample_B: jax.Array,
     positions_B: jax.Array,
 ) -> RoutingRecord:
-    """Return the record with the tokens that a decode step has run, one per slot.
-
-    `sample_B` are the slots' samples, N for idle slots; `positions_B` the tokens' positions.
-    """
+    """Return the record with the tokens at positions [B] of samples [B], N for none."""
     routed_BxLxk = jnp.swapaxes(routed_experts_LxBx1xk[:, :, 0], 0, 1)
     sequences = record.sequences.at[sample_B, positions_B].set(routed_BxLxk, mode="drop")
     return record._replace(sequences=sequences)

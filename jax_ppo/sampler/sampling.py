@@ -55,10 +55,7 @@ def sample_keys(step_key: jax.Array, samples_B: jax.Array) -> jax.Array:
 
 
 def token_uniforms(keys_B: jax.Array, positions: jax.Array | int) -> jax.Array:
-    """Return the random numbers that `draw_tokens` takes, float32 [B, 2] in [0, 1).
-
-    `positions`, a scalar or [B], are the tokens' positions in their responses.
-    """
+    """Return float32 [B, 2] in [0, 1) for the tokens at `positions`, [] or [B], of responses."""
     keys_B = jax.vmap(jax.random.fold_in)(keys_B, jnp.broadcast_to(positions, keys_B.shape[:1]))
     return jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys_B)
 
@@ -73,8 +70,7 @@ def draw_next_tokens(
 ) -> Draws:
     """Draw the next token of each response; logits stay split over devices.
 
-    `hidden_BxD` are the hidden states of the tokens before; `drawn_B` counts the tokens of each
-    response so far.
+    `hidden_BxD` are the hidden states of the tokens before; `drawn_B` counts the drawn tokens.
     """
     # Only one token per row, so these are logits [B, V], never [B, T, V].
     logits_BxV = heads.compute_logits(architecture, params, hidden_BxD)
@@ -92,10 +88,7 @@ def draw_next_tokens(
 def forbidden_ends(
     options: SamplingOptions, vocab_size: int, drawn_B: jax.Array
 ) -> jax.Array | None:
-    """Return the EOS tokens that would end a response too early, bool [B, V]; `None` for none.
-
-    `drawn_B` counts the tokens of each response so far.
-    """
+    """Return the EOS tokens that are too early after `drawn_B` tokens, bool [B, V] or `None`."""
     if not options.min_new_tokens:
         return None
     is_end_V = np.isin(np.arange(vocab_size), options.eos_ids)
@@ -107,7 +100,7 @@ def advance_stop_search(
 ) -> jax.Array:
     """Return the states of the search for stop strings after one more token each, int32 [B].
 
-    `drawn_B`, a scalar or [B], counts the tokens of each response, these included.
+    `drawn_B`, [] or [B], counts the tokens of each response, these included.
     """
     if options.stop is None:
         return stop_B
@@ -181,10 +174,7 @@ def _token_logprobs(
     shards: VocabularyShards,
     normalizer: _Normalizer | None = None,
 ) -> jax.Array:
-    """Return log_softmax(logits / temperature)[token], float32 [B], without an array of them.
-
-    A `normalizer` that is known saves passes through the logits.
-    """
+    """Return log_softmax(logits / temperature)[token], float32 [B], without an array of them."""
     if normalizer is None:
         largest_B = shards.max(logits_BxV.max(-1))
         normalizer = _Normalizer(
@@ -240,8 +230,7 @@ def _draw_from_heaviest_blocks(
     """Do what `_draw_from_all` does, but read most tokens only twice.
 
     All logits are read for the largest of each block of tokens, and for the sum of their weights.
-    The tokens that are kept are in the C = `count` heaviest blocks, which alone are read again, but
-    for rows whose distributions are flat.
+    The C = `count` heaviest blocks alone are read again, but for rows whose distributions are flat.
     """
     B, width = logits_BxV.shape
     # There are about as many blocks as tokens in those that are read again.

@@ -158,10 +158,7 @@ def prefill_group_size(options: SamplingOptions, prompts: Prompts, samples: int)
 
 
 def pad_queue(options: SamplingOptions, prompts: Prompts, samples: int) -> Prompts:
-    """Return the prompts of a queue, padded to whole groups with prompts of length 1.
-
-    These are not answered.
-    """
+    """Return a queue's prompts, padded to whole groups with prompts that are not answered."""
     rows, P = prompts.tokens.shape
     missing = -rows % prefill_group_size(options, prompts, samples)
     # Padding may be anything, an id outside the vocabulary too: it is replaced by zeros.
@@ -223,8 +220,8 @@ def initial_state(job: DecodeJob) -> DecodeState:
 def slot_widths(width: int, tokens: int) -> tuple[int, ...]:
     """Return the numbers of slots that the loop passes through, widest first.
 
-    They are `width`, three quarters, half and a quarter of it; only the first may be below
-    `MIN_SLOTS`. It is the only one if a slot draws few `tokens` of a response.
+    They are `width`, three quarters, half and a quarter of it, these not below `MIN_SLOTS`; only
+    the first if a slot draws few `tokens` of a response.
     """
     if tokens < MIN_NARROWED_TOKENS:
         return (width,)
@@ -289,9 +286,8 @@ def fill_slots(job: DecodeJob, state: DecodeState) -> DecodeState:
 def compact_slots(job: DecodeJob, state: DecodeState, width: int) -> DecodeState:
     """Move the busy slots, of which there are at most `width`, into the first `width` slots.
 
-    On accelerators the cache keeps its rows: a narrower copy would need memory beside it while it
-    is filled. On a CPU it is cut, because a CPU would copy the part of the array that each step
-    reads.
+    On accelerators the cache keeps its rows: a narrower copy would need memory beside it. On a CPU
+    it is cut, because a CPU would copy the part of the array that each step reads.
     """
     busy_B = busy_slots(job, state)
     B = len(busy_B)
@@ -322,7 +318,7 @@ def record_draws(
 ) -> tuple[DecodeState, jax.Array]:
     """Record the next token of each slot's sample, and the cache of the step that drew it.
 
-    `written_B` are the samples to write to; N, past the end of the arrays, writes nothing.
+    `written_B` are the samples to write to, N for none.
 
     Returns:
       (the state; whether an EOS or a stop string finishes the response or turn, bool [B]).

@@ -21,10 +21,7 @@ class RowPart(NamedTuple):
 
 
 def num_row_parts() -> int:
-    """Return the number of devices that each packed row is split over, in a compiled function.
-
-    It is 1 inside `split_rows`, where rows are whole.
-    """
+    """Return the devices that split each packed row, in a compiled function; 1 in `split_rows`."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty or "context" in mesh.manual_axes else row_parts(mesh)
 

@@ -37,12 +37,10 @@ def _count_row_parts(mesh: AbstractMesh) -> int:
 def split_experts(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Make each device run `function` on its own experts and its part of each one's width.
 
-    Along `expert`, devices hold different experts: each device gathers the tokens of all these
-    devices' rows and runs its experts on them, and a reduce-scatter returns the sums to the devices
-    of the rows. No kernel of another device's experts is gathered. Along the other axes of rows no
-    token leaves its device, which sorts only its own. The results of the devices of `model` are
-    summed. Without a mesh in the context, or for rows that the mesh cannot split, the compiler
-    splits `function`.
+    Along `expert`, devices hold different experts: each gathers the tokens of all these devices'
+    rows, and a reduce-scatter returns the sums to the devices of the rows. Along the other axes of
+    rows no token leaves its device. The results of the devices of `model` are summed. Without a
+    mesh in the context, or for rows that the mesh cannot split, the compiler splits `function`.
 
     Args:
       function: called as `function(x, weights, experts, projections, first)`: x is [R, L, D],

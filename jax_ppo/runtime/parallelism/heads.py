@@ -50,10 +50,8 @@ def num_split_kv_heads(heads: int) -> int:
 def copy_kv_heads(x_BxTxKxd: jax.Array) -> jax.Array:
     """Copy key-value heads until the mesh can split them, inside a compiled function.
 
-    Query head h of H reads key head h // (H / K). As many copies of each key head as are needed
-    keep this true, and each device has those heads that its own query heads read.
-
-    Without a mesh in the context, or if it can split the heads, return the argument.
+    Query head h of H still reads key head h // (H / K), and each device has the heads that its own
+    query heads read.
     """
     K = x_BxTxKxd.shape[2]
     copies = num_split_kv_heads(K) // K
@@ -74,10 +72,7 @@ def pad_query_heads(q_BxTxHxd: jax.Array, kv_heads: int) -> jax.Array:
 
     Each group of queries that read the same key head is padded at its end, so that after
     `copy_kv_heads` query head h still reads key head h // (H / K), and each device has whole heads
-    with the key heads that they read. Parameters keep their shapes.
-
-    Without a mesh in the context, or if it can split the heads, return the argument. K = `kv_heads`
-    counts the key heads before `copy_kv_heads`.
+    with the key heads that they read. K = `kv_heads` counts the key heads before.
     """
     B, T, H, d = q_BxTxHxd.shape
     padded = num_padded_query_heads(H, kv_heads)
@@ -90,10 +85,7 @@ def pad_query_heads(q_BxTxHxd: jax.Array, kv_heads: int) -> jax.Array:
 
 
 def drop_padded_heads(out_BxTxHxd: jax.Array, heads: int, kv_heads: int) -> jax.Array:
-    """Drop the heads that `pad_query_heads` added from the output of attention.
-
-    `heads` and `kv_heads` are the numbers before `pad_query_heads` and `copy_kv_heads`.
-    """
+    """Drop the heads that `pad_query_heads` added to `heads` from the output of attention."""
     B, T, padded, d = out_BxTxHxd.shape
     if padded == heads:
         return out_BxTxHxd

@@ -46,8 +46,7 @@ def run_stages(
       rows: arrays [R, ...] that each layer needs.
 
     Returns:
-      The output of the last layer, [R, L, D], and the further outputs of all layers,
-      [layers, R, ...].
+      (output of the last layer, [R, L, D]; further outputs of all layers, [layers, R, ...]).
 
     Raises:
       ValueError: R is not a multiple of the number of parts that the mesh splits rows into.
@@ -97,12 +96,9 @@ def _split_stages(function: Callable[..., tuple[Any, Any]]) -> Callable[..., tup
     """Make each stage run `function` on its layers, and each device of `data` on its rows.
 
     The compiler splits what the other axes split. Gradients of layers are summed over `data` once,
-    after the function: a compiler would do so after each micro-batch.
-
-    Args:
-      function: called as `function(layers, micro_batches)`: arrays whose first axis counts layers,
-        and a tree of arrays [1, M, r, ...] as `_gather_micro_batches` returns them. It returns an
-        array of the second form, and arrays [layers, M, r, ...].
+    after the function: a compiler would do so after each micro-batch. `function(layers,
+    micro_batches)` takes arrays whose first axis counts layers and a tree of arrays [1, M, r, ...];
+    it returns an array of the second form, and arrays [layers, M, r, ...].
     """
 
     def run(layers: Any, micro_batches: Any) -> tuple[Any, Any]:

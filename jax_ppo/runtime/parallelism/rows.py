@@ -33,8 +33,7 @@ def remaining_row_axes(mesh: AbstractMesh) -> tuple[str, ...] | None:
 def on_each_device(function: Function, in_specs: Any, out_specs: Any) -> Function:
     """Make each device run `function` on its parts, which the remaining axes split.
 
-    It takes and returns arrays, as `in_specs` and `out_specs` split them, and may exchange data
-    along these axes.
+    It takes and returns arrays that `in_specs` and `out_specs` split, and may exchange data.
     """
     return jax.shard_map(
         function,
@@ -96,9 +95,7 @@ def call_host(function: Callable[..., Any], result_shapes: Any, *arguments: jax.
 
     JAX calls the host only where no axis is left to the compiler. Along the axes that are left,
     which do not split the arguments, the first device calls, and the others get its results.
-
-    `function` takes and returns host arrays, and may have side effects. `result_shapes` is a pytree
-    of `jax.ShapeDtypeStruct`.
+    `function` takes and returns host arrays, of `result_shapes`, and may have side effects.
     """
     call = functools.partial(io_callback, function, result_shapes)
     mesh = jax.sharding.get_abstract_mesh()

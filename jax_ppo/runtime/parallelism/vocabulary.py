@@ -92,12 +92,10 @@ def look_up_embedding(
 ) -> jax.Array:
     """Return the embeddings of tokens, [R, L, D] in `dtype`, inside a compiled function.
 
-    No device gathers the table: each looks up its own columns for the tokens of all devices that
-    split them, and sends them to the devices of the rows. The gradient of the table takes the same
-    way back. A compiler would gather the table and sum its gradient over all devices.
-
-    Without a mesh in the context, inside `split_rows`, or for rows that the mesh cannot split, the
-    compiler splits the look-up.
+    No device gathers the table, as a compiler would: each looks up its own columns for the tokens
+    of all devices that split them, and sends them to the devices of the rows. The gradient takes
+    the same way back. Without a mesh in the context, inside `split_rows`, or for rows that the mesh
+    cannot split, the compiler splits the look-up.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.manual_axes or len(tokens_RxL) % row_shards(mesh):
@@ -139,21 +137,14 @@ def look_up_embedding(
 
 
 def split_by_device(x_RxL: jax.Array) -> jax.Array:
-    """Reshape [R, L, ...] to [G, R * L / G, ...], inside a compiled function.
-
-    G is the number of parts that the mesh splits rows into; 1 without a mesh.
-    """
+    """Reshape [R, L, ...] to [G, R * L / G, ...]; the mesh splits rows into G parts."""
     mesh = jax.sharding.get_abstract_mesh()
     groups = 1 if mesh.empty else row_shards(mesh)
     return constrain_rows(x_RxL.reshape(groups, -1, *x_RxL.shape[2:]))
 
 
 def gather_columns(embedding_VxD: jax.Array) -> jax.Array:
-    """Gather the columns of an embedding, inside a compiled function.
-
-    Its rows, which are tokens, stay split over `model`. Without a mesh in the context, return the
-    argument.
-    """
+    """Gather the columns of an embedding, inside a compiled function; tokens stay split."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return embedding_VxD
@@ -165,8 +156,7 @@ def scatter_group_sum(gradient_GxVxD: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return the sum over groups, [V, D] in `dtype`, laid out like an embedding in training.
 
     `split_by_device` makes the groups. Each device receives only its columns of the sum (a
-    reduce-scatter over `WEIGHTS`), and only these are summed over the other axes of rows; the
-    compiler for the CPU would sum and send all columns.
+    reduce-scatter over `WEIGHTS`), and only these are summed over the other axes of rows.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
@@ -217,8 +207,8 @@ def embedding_layouts(mesh: Mesh, params: Any) -> Any:
     """Return the layout in which embeddings are moved to a mesh to decode on.
 
     The compiler cannot change columns that are split over all devices to rows that are split over
-    `model` without a copy of the table on each device. It can change them to this layout, and this
-    layout to rows. `params` are arrays or shapes on another mesh of the same devices.
+    `model` without a copy of the table on each device, but through this layout it can. `params` are
+    arrays or shapes on another mesh of the same devices.
 
     Returns:
       A `NamedSharding` for each embedding that can be split so, else `None`, in the structure of

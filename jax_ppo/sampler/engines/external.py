@@ -75,7 +75,7 @@ class ExternalEngine(RolloutEngine):
         `max_length` counts the tokens of the longest prompt with its response.
 
         Raises:
-          UserError: the run has several processes.
+          UserError: the run has several processes, or computes in a type that is not exported.
         """
         self.mesh, self.actor, self.options, self.folder = mesh, actor, options, folder
         self.max_length = max(max_length, _PROBE_LENGTH + _PROBE_TOKENS)
@@ -272,10 +272,7 @@ class ExternalEngine(RolloutEngine):
         return response
 
     def _differences(self, params: Params, probe: Response) -> list[float]:
-        """Return the mean difference of a response's log-probs to ours, in nats.
-
-        First with `rollout.temperature`, then with ours at temperature 1.
-        """
+        """Return the mean differences to our log-probs, in nats: with the temperature, and at 1."""
         # As many equal rows as the mesh splits rows into, of a length that it can split.
         row = np.zeros(64, np.int32)
         row[: _PROBE_LENGTH + _PROBE_TOKENS] = [*self._probe_prompt, *probe.tokens]

@@ -172,11 +172,7 @@ class ServerEngine(ExternalEngine):
         return faults[0] if faults else None
 
     def _request(self, prompt: list[int], seed: int, options: SamplingOptions) -> Response:
-        """Return one response.
-
-        Raises:
-          RequestFault: there is none, or none that the options and the weights permit.
-        """
+        """Return one response; raise `RequestFault` unless options and weights permit it."""
         protocol = self._server.protocol
         request = protocol.request(prompt, seed, options)
         V, num_ids = self.actor.architecture.vocab_size, self.actor.architecture.num_ids
@@ -211,11 +207,7 @@ class ServerEngine(ExternalEngine):
             )
 
     def _publish(self) -> None:
-        """Let the server load the weights; start it first if necessary.
-
-        Raises:
-          AdaptersRefused: vLLM has no adapters for this model.
-        """
+        """Let the server load the weights, started if necessary; may raise `AdaptersRefused`."""
         if self._server.is_ours and not self._server.is_running:
             self._start_vllm()
         if not self._server.is_connected:
@@ -293,11 +285,7 @@ class ServerEngine(ExternalEngine):
 
 
 def read_response(reply: Reply, options: SamplingOptions, vocab_size: int) -> Response:
-    """Return the response, cut after what ends it.
-
-    Raises:
-      RequestFault: tokens or log-probs are missing or are none.
-    """
+    """Return the response, cut after what ends it; raise `RequestFault` for what is none."""
     tokens, logprobs = reply.tokens, reply.logprobs
     if not isinstance(tokens, list) or not isinstance(logprobs, list):
         raise RequestFault("a response has no list of token ids or none of log-probs")
