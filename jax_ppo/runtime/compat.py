@@ -7,6 +7,7 @@ fallback, pyproject.toml has an upper bound. JAX is imported late: some callers 
 import contextlib
 import ctypes
 import functools
+import importlib
 import multiprocessing.util
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,8 +35,7 @@ def distributed_state() -> Any:
     return distributed.global_state
 
 
-@contextlib.contextmanager
-def gloo_at(hostname: Callable[[], str | None]) -> Iterator[None]:
+def gloo_at(hostname: Callable[[], str | None]) -> contextlib.AbstractContextManager[None]:
     """Let Gloo, which JAX starts in the block, listen on `hostname()`.
 
     Tried with jaxlib 0.10.2 and 0.12.0; otherwise Gloo resolves the name of the host.
@@ -46,46 +46,33 @@ def gloo_at(hostname: Callable[[], str | None]) -> Iterator[None]:
             distributed_client=distributed_client, hostname=hostname()
         )
 
-    with _replace_in_jaxlib("make_gloo_tcp_collectives", at_hostname):
-        yield
+    return _replace("jaxlib._jax", "make_gloo_tcp_collectives", at_hostname)
 
 
-@contextlib.contextmanager
-def no_gradients_of_masks() -> Iterator[None]:
+def no_gradients_of_masks() -> contextlib.AbstractContextManager[None]:
     """Keep cuDNN's attention, traced in the block, from gradients of boolean masks.
 
     Nobody can ask for them, but jax 0.10.2 computes arrays of the masks' size. jax 0.12.0 computes
     none, and lacks what is replaced here.
     """
-    try:
-        from jax._src.cudnn import fused_attention_stablehlo as library
-
-        original = library.should_export_dbias
-    except (ImportError, AttributeError):
-        yield
-        return
-    library.should_export_dbias = lambda *_: False
-    try:
-        yield
-    finally:
-        library.should_export_dbias = original
+    library = "jax._src.cudnn.fused_attention_stablehlo"
+    return _replace(library, "should_export_dbias", lambda _: lambda *_: False)
 
 
 @contextlib.contextmanager
-def _replace_in_jaxlib(name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace a function of jaxlib in the block, if there is one of this name."""
+def _replace(module: str, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace a function of a module in the block, if there is one of this name."""
     try:
-        from jaxlib import _jax
-
-        original = getattr(_jax, name)
+        library = importlib.import_module(module)
+        original = getattr(library, name)
     except (ImportError, AttributeError):
         yield
         return
-    setattr(_jax, name, wrap(original))
+    setattr(library, name, wrap(original))
     try:
         yield
     finally:
-        setattr(_jax, name, original)
+        setattr(library, name, original)
 
 
 def take_metadata_store(temporary_path: Any) -> Any:

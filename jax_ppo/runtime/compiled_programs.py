@@ -27,6 +27,10 @@ CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 # Compiles the lowered program of this name for its arguments, and returns its results' shapes.
 Compile = Callable[[str, jax.stages.Lowered, tuple[Any, ...]], Any]
+# What compiles, and the shapes of the results so far.
+_shape_run: ContextVar[tuple[Compile, dict[Hashable, Any]] | None] = ContextVar(
+    "shape_run", default=None
+)
 
 
 class CompiledProgram:
@@ -58,7 +62,19 @@ class CompiledProgram:
         run = _shape_run.get()
         if run is None:
             return self.jitted(*arguments, **named)
-        return run.take_results(self, arguments, named)
+        compile_, results = run
+        leaves, structure = jax.tree.flatten((arguments, named))
+        # Shapes are equal if their shardings are; all other leaves are static arguments.
+        key = (self, structure, *leaves)
+        if key not in results:
+            token = _shape_run.set(None)  # a function that is traced calls others on tracers
+            try:
+                with heartbeat.activity(f"compiling {self.__name__.strip('_')}"):
+                    lowered = self.lower(*arguments, **named)
+                    results[key] = compile_(self.name(*arguments, **named), lowered, arguments)
+            finally:
+                _shape_run.reset(token)
+        return results[key]
 
     def name(self, *arguments: Any, **named: Any) -> str:
         """Return the program's name."""
@@ -102,7 +118,7 @@ def run_on_shapes(compile_: Compile = compile_program) -> Iterator[None]:
 
     `compile_` compiles each once for each kind of arguments. Other threads still run on arrays.
     """
-    token = _shape_run.set(_ShapeRun(compile_))
+    token = _shape_run.set((compile_, {}))
     try:
         yield
     finally:
@@ -112,34 +128,6 @@ def run_on_shapes(compile_: Compile = compile_program) -> Iterator[None]:
 def runs_on_shapes() -> bool:
     """Return whether programs take shapes here."""
     return _shape_run.get() is not None
-
-
-class _ShapeRun:
-    """The programs compiled so far, with the shapes of their results."""
-
-    def __init__(self, compile_: Compile) -> None:
-        self._compile = compile_
-        self._results: dict[Hashable, Any] = {}
-
-    def take_results(
-        self, program: CompiledProgram, arguments: tuple[Any, ...], named: dict[str, Any]
-    ) -> Any:
-        leaves, structure = jax.tree.flatten((arguments, named))
-        # Shapes are equal if their shardings are; all other leaves are static arguments.
-        key = (program, structure, *leaves)
-        if key not in self._results:
-            token = _shape_run.set(None)  # a function that is traced calls others on tracers
-            try:
-                with heartbeat.activity(f"compiling {program.__name__.strip('_')}"):
-                    lowered = program.lower(*arguments, **named)
-                    name = program.name(*arguments, **named)
-                    self._results[key] = self._compile(name, lowered, arguments)
-            finally:
-                _shape_run.reset(token)
-        return self._results[key]
-
-
-_shape_run: ContextVar[_ShapeRun | None] = ContextVar("shape_run", default=None)
 
 
 def enable_cache(option: str, report: Callable[[str], None]) -> None:

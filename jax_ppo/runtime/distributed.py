@@ -31,7 +31,6 @@ from jax_ppo.runtime import compat, faults, sharding, signals
 
 # jax.distributed.initialize() detects Slurm by these; srun sets all of them, sbatch alone does not.
 SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
-_MESSAGE_BYTES = 4096  # of an error message that one process sends to the others
 # Keys of the store that JAX's coordination service shares between the processes.
 _STOP_REQUESTS = "jax_ppo/stop/requests"
 _STOP_DECISIONS = "jax_ppo/stop/decisions"
@@ -182,12 +181,7 @@ def run_on_main(function: Callable[[], object]) -> None:
             if isinstance(error, OSError) and error.filename:
                 message = f"{error.filename}: cannot be written or read: {error.strerror}"
     # An error of the main process must end every process, so all of them learn of it.
-    if jax.process_count() > 1:
-        encoded = message.encode()[:_MESSAGE_BYTES]
-        buffer = np.frombuffer(encoded.ljust(_MESSAGE_BYTES), np.uint8)
-        message = (
-            bytes(multihost_utils.broadcast_one_to_all(buffer)).decode(errors="ignore").strip()
-        )
+    message = allgather_json(message)[0]
     if message:
         raise UserError(message)
 

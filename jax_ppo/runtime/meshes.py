@@ -27,6 +27,7 @@ from jax_ppo.errors import UserError
 
 # In the order of the devices: neighbours exchange the most, stages the least.
 AXES = ("stage", "data", "fsdp", "expert", "context", "model")
+_AUTO = (AxisType.Auto,) * len(AXES)
 # The axes that split the rows of a batch; the parts of a row are on neighbouring devices.
 ROWS = ("stage", "data", "fsdp", "expert", "context")
 # Those that split parameters, which are gathered layer by layer. Experts are split over `expert` in
@@ -62,14 +63,13 @@ def make_mesh(
     if math.prod(sizes.values()) != len(devices):
         wanted = " x ".join(f"config.mesh.{axis}={getattr(shape, axis)}" for axis in AXES)
         raise UserError(f"{wanted}: must multiply to the number of devices, {len(devices)}")
-    axes = tuple(sizes)
-    axis_types = (AxisType.Auto,) * len(axes)
+    lengths = tuple(sizes.values())
     if decoding:
         # JAX would arrange whole slices of TPUs only.
-        return Mesh(np.reshape(devices, tuple(sizes.values())), axes, axis_types=axis_types)
+        return Mesh(np.reshape(devices, lengths), AXES, axis_types=_AUTO)
     if len(_devices_per_slice(devices)) > 1:
-        return Mesh(arrange_slices(tuple(sizes.values()), devices), axes, axis_types=axis_types)
-    return jax.make_mesh(tuple(sizes.values()), axes, axis_types=axis_types, devices=devices)
+        return Mesh(arrange_slices(lengths, devices), AXES, axis_types=_AUTO)
+    return jax.make_mesh(lengths, AXES, axis_types=_AUTO, devices=devices)
 
 
 def _leave_devices(devices: list[jax.Device], count: int, processes: int) -> list[jax.Device]:
@@ -160,7 +160,7 @@ def make_rollout_mesh(mesh: Mesh, shape: RolloutMesh) -> Mesh:
         )
     sizes = {"data": data, "model": model}
     devices = devices.reshape([sizes.get(axis, 1) for axis in AXES])
-    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(devices, AXES, axis_types=_AUTO)
 
 
 def shares_devices(mesh: Mesh, other: Mesh) -> bool:
@@ -217,11 +217,37 @@ def validate_architecture(
     A decoder's heads need not be divisible (`pad_query_heads`, `copy_kv_heads`), only the
     projections to them. Messages name the section `option`.
     """
+    a = architecture
+    # The dimensions that each axis splits, by their names in messages; what there is none of is 0.
+    sizes = {
+        "model": {
+            "width of the queries": a.num_heads * a.head_dim,
+            "width of the keys": a.num_kv_heads * a.head_dim,
+            "MLP width": a.intermediate_size,
+        },
+        "fsdp": {"hidden size": a.hidden_size},
+    }
     if is_encoder:
-        sizes = _dimensions_of_encoder(architecture)
+        sizes["model"]["attention heads"] = a.num_heads
     else:
         _require_whole(mesh, architecture, option)
-        sizes = _dimensions_of_decoder(architecture)
+        convolution_heads = a.num_kv_heads if a.block == "convolution" else 0
+        sizes["model"] |= {
+            "width of the shared expert": a.shared_expert_size,
+            "key heads of a Gated DeltaNet": a.delta_key_heads,
+            "key heads beside short convolutions": convolution_heads,
+            "width of the queries without a sliding window": a.num_heads * a.global_head_dim,
+            "width of the keys without a sliding window": a.global_kv_heads * a.global_head_dim,
+            "width of the values": a.num_heads * a.value_head_dim,
+            "width of the MLP without experts": a.dense_size,
+        }
+        sizes["fsdp"] |= {
+            "width of the embeddings of layers": a.num_layers * a.per_layer_size,
+            "width of the latents": a.latent_size,
+            "width of the queries' latents": a.query_latent_size or 0,
+        }
+        sizes["stage"] = {"number of layers": a.num_layers}
+        sizes["expert"] = {"number of experts": a.num_experts}
     for axis, dimensions in sizes.items():
         factors = [axis]
         if axis == "fsdp":
@@ -237,46 +263,6 @@ def validate_architecture(
                 f"{name}={parts}: must divide the model's {' and '.join(indivisible)}; "
                 f"on {mesh.size} devices it may be {' or '.join(map(str, possible))}"
             )
-
-
-def _dimensions_of_encoder(a: Any) -> dict[str, dict[str, int]]:
-    """Return the dimensions of an encoder that each axis splits, by their names in messages."""
-    return {
-        "model": {
-            "width of the queries": a.num_heads * a.head_dim,
-            "width of the keys": a.num_kv_heads * a.head_dim,
-            "MLP width": a.intermediate_size,
-            "attention heads": a.num_heads,
-        },
-        "fsdp": {"hidden size": a.hidden_size},
-    }
-
-
-def _dimensions_of_decoder(a: Any) -> dict[str, dict[str, int]]:
-    """Return the dimensions of a decoder that each axis splits; what it does not have is 0."""
-    convolution_heads = a.num_kv_heads if a.block == "convolution" else 0
-    return {
-        "model": {
-            "width of the queries": a.num_heads * a.head_dim,
-            "width of the keys": a.num_kv_heads * a.head_dim,
-            "MLP width": a.intermediate_size,
-            "width of the shared expert": a.shared_expert_size,
-            "key heads of a Gated DeltaNet": a.delta_key_heads,
-            "key heads beside short convolutions": convolution_heads,
-            "width of the queries without a sliding window": a.num_heads * a.global_head_dim,
-            "width of the keys without a sliding window": a.global_kv_heads * a.global_head_dim,
-            "width of the values": a.num_heads * a.value_head_dim,
-            "width of the MLP without experts": a.dense_size,
-        },
-        "fsdp": {
-            "hidden size": a.hidden_size,
-            "width of the embeddings of layers": a.num_layers * a.per_layer_size,
-            "width of the latents": a.latent_size,
-            "width of the queries' latents": a.query_latent_size or 0,
-        },
-        "stage": {"number of layers": a.num_layers},
-        "expert": {"number of experts": a.num_experts},
-    }
 
 
 def _require_whole(mesh: Mesh, architecture: Any, option: str) -> None:

@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import IO
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from jax_ppo.errors import UserError
 from jax_ppo.runtime import distributed, signals
@@ -262,33 +260,26 @@ def require_shared(workdir: Path, seconds: float = VISIBLE_SECONDS) -> None:
     """
     if jax.process_count() == 1:
         return
-    nonce = int.from_bytes(os.urandom(3), "big")
     # A name of this start only: a file left by an earlier one proves nothing.
-    nonce = int(multihost_utils.broadcast_one_to_all(np.int32(nonce)))
-    path = workdir / f".shared-{nonce:08d}"
+    path = workdir / f".shared-{distributed.allgather_json(os.urandom(4).hex())[0]}"
     distributed.run_on_main(path.touch)
-    visible = _wait_for(path, seconds)
+    deadline = time.monotonic() + seconds
+    is_visible = False
+    while not is_visible and time.monotonic() < deadline:
+        # Listing the folder makes network file systems refresh what they know of it.
+        with contextlib.suppress(OSError):
+            is_visible = path.name in os.listdir(path.parent)
+        if not is_visible:
+            time.sleep(0.2)
     # Everyone must agree before the file is removed and before anyone raises.
-    all_visible = np.atleast_1d(multihost_utils.process_allgather(np.int32(visible)))
+    all_visible = distributed.allgather_json(is_visible)
     if distributed.is_main():
         path.unlink(missing_ok=True)
     # Every process raises the same error, with all of those that cannot see the file.
-    blind = [str(process) for process in np.flatnonzero(all_visible == 0)]
+    blind = [str(process) for process, visible in enumerate(all_visible) if not visible]
     if blind:
         raise UserError(
             f"--workdir={workdir.absolute()}: process {', '.join(blind)} of {len(all_visible)} "
             "cannot see what process 0 writes there; give a --workdir on a disk that all hosts "
             "share (NFS, Lustre, Filestore)"
         )
-
-
-def _wait_for(path: Path, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while True:
-        # Listing the folder makes network file systems refresh what they know of it.
-        with contextlib.suppress(OSError):
-            if path.name in os.listdir(path.parent):
-                return True
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.2)
