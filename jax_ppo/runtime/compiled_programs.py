@@ -71,14 +71,11 @@ class CompiledProgram:
             try:
                 with heartbeat.activity(f"compiling {self.__name__.strip('_')}"):
                     lowered = self.lower(*arguments, **named)
-                    results[key] = compile_(self.name(*arguments, **named), lowered, arguments)
+                    name = self._name(*arguments, **named) if callable(self._name) else self._name
+                    results[key] = compile_(name, lowered, arguments)
             finally:
                 _shape_run.reset(token)
         return results[key]
-
-    def name(self, *arguments: Any, **named: Any) -> str:
-        """Return the program's name."""
-        return self._name(*arguments, **named) if callable(self._name) else self._name
 
     def lower(self, *arguments: Any, **named: Any) -> jax.stages.Lowered:
         """Return the program lowered for arrays or shapes."""

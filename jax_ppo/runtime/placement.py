@@ -104,7 +104,9 @@ def to_host(array: jax.Array) -> np.ndarray:
 
 
 def copy_whole(array: jax.Array, layout: NamedSharding) -> jax.Array:
-    """Copy an array that each of its devices holds whole to other devices of the same processes."""
+    """Copy an array, or its shape, that each device holds whole to others of its processes."""
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return array.update(sharding=layout)
     # An array on one device is cut and copied from there; one on several, through the host.
     whole = array.addressable_data(0)
     if layout.is_fully_addressable:
@@ -116,12 +118,14 @@ def copy_whole(array: jax.Array, layout: NamedSharding) -> jax.Array:
 
 
 def copy_rows(array: jax.Array, layout: NamedSharding) -> jax.Array:
-    """Copy an array, whose rows may be split, to another mesh of the same processes.
+    """Copy an array, or its shape, whose rows may be split, to another mesh of its processes.
 
     With several processes it passes through the host of each, unless the devices are the same. If
     one needs rows of others, a program exchanges them first: every process must call this at the
     same point among the programs on these devices.
     """
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return array.update(sharding=layout)
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         # JAX lays out the data of keys for other processes' devices, too, but not keys.
         data = copy_rows(jax.random.key_data(array), layout)
@@ -144,16 +148,16 @@ def copy_rows(array: jax.Array, layout: NamedSharding) -> jax.Array:
 @functools.cache
 def _holds_rows(layout: NamedSharding, other: NamedSharding, shape: tuple[int, ...]) -> bool:
     """Return whether each process holds in one layout the rows that it holds in another."""
-    held, needed = (_rows_of_processes(x, shape) for x in (layout, other))
-    return all(rows <= held[process] for process, rows in needed.items())
 
+    def rows_of_processes(layout: NamedSharding) -> dict[int, set[int]]:
+        rows = collections.defaultdict[int, set[int]](set)
+        indices: Mapping[Any, tuple[slice, ...]] = layout.devices_indices_map(shape)
+        for device, index in indices.items():
+            rows[device.process_index].update(range(shape[0])[index[0]])
+        return rows
 
-def _rows_of_processes(layout: NamedSharding, shape: tuple[int, ...]) -> dict[int, set[int]]:
-    rows = collections.defaultdict[int, set[int]](set)
-    indices: Mapping[Any, tuple[slice, ...]] = layout.devices_indices_map(shape)
-    for device, index in indices.items():
-        rows[device.process_index].update(range(shape[0])[index[0]])
-    return rows
+    held = rows_of_processes(layout)
+    return all(rows <= held[process] for process, rows in rows_of_processes(other).items())
 
 
 def from_local_rows(mesh: Mesh, indices: np.ndarray, values: Any, total: int) -> jax.Array:

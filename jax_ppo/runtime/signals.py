@@ -35,26 +35,20 @@ _JOIN_CODE = getattr(_JOIN, "__code__", None)
 
 
 class _StopSignals:
-    """The signals that this process has received since the handlers were installed.
-
-    Attributes:
-      received: the first signal, or `None`.
-      saved_step: the newest step that the run saved because of it.
-      defer: whether a signal waits for the end of a step; otherwise it ends the run at once.
-      ends_process: whether the run may end the process without returning.
-      region: work that delays the end of the run, and the time when it began; see `limited`.
-    """
+    """The signals that this process has received since the handlers were installed."""
 
     def __init__(self, ends_process: bool) -> None:
-        self.received: signal.Signals | None = None
-        self.saved_step: int | None = None
+        self.ends_process = ends_process  # whether the run may end the process without returning
+        self.received: signal.Signals | None = None  # the first signal
+        self.saved_step: int | None = None  # the newest step that was saved because of it
+        # Whether a signal waits for the end of a step; otherwise it ends the run at once.
         self.defer = False
-        self.ends_process = ends_process
+        # Work that delays the end of the run, and the time when it began; see `limited`.
+        self.region: tuple[str, float] | None = None
         self._received_at: float | None = None
         self._is_repeated = False
         self._raise_in_main = False
         self._is_over = threading.Event()
-        self.region: tuple[str, float] | None = None
         self.previous_handlers: dict[int, Any] = {}
         self._reader, self._writer = socket.socketpair()
 

@@ -4,7 +4,6 @@ import collections
 import contextlib
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -119,14 +118,8 @@ class WeightPreparation:
         """Return arrays that the programs made, or their shapes, on the mesh to decode on."""
         if self._trained_on is None:
             return made
-
-        def copy(x: Any, layout: jax.sharding.NamedSharding) -> Any:
-            if isinstance(x, jax.ShapeDtypeStruct):
-                return x.update(sharding=layout)
-            return placement.copy_whole(x, layout)
-
         layouts = {name: self._copied_layouts[name] for name in made}
-        copied: Params = jax.tree.map(copy, made, layouts)
+        copied: Params = jax.tree.map(placement.copy_whole, made, layouts)
         if not isinstance(jax.tree.leaves(copied)[0], jax.ShapeDtypeStruct):
             # Dispatched all at once, the parts would fill the memory of the devices that learn.
             jax.block_until_ready(copied)

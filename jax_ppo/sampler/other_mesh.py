@@ -163,14 +163,7 @@ def _move_rows(per_row: T, mesh: Mesh) -> T:
 
 
 def _move(tree: Any, layout: NamedSharding) -> Any:
-    """Return arrays laid out anew, or shapes with the new layout."""
-
-    def move(x: Any) -> Any:
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
-        return placement.copy_rows(x, layout)
-
-    return jax.tree.map(move, tree)
+    return jax.tree.map(lambda x: placement.copy_rows(x, layout), tree)
 
 
 # Engines whose responses continue from step to step.
