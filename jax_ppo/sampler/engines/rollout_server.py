@@ -94,9 +94,11 @@ class ServerProcess:
         """Return whether it has not ended."""
         return self._process.poll() is None
 
-    def output(self) -> str:
-        """Return what it has written."""
-        return self._log.read_text(errors="replace")
+    def last_words(self) -> str:
+        """Return the last error in its output, or its last line."""
+        lines = [line for line in self._log.read_text(errors="replace").splitlines() if line]
+        errors = [line for line in lines if "Error" in line]
+        return shorten((errors or lines or ["it wrote nothing"])[-1], 300)
 
     def stop(self) -> None:
         """End it and wait for its end."""
@@ -144,17 +146,11 @@ class RolloutServer:
         """Return whether a server of ours was started and has not ended."""
         return self._process is not None and self._process.is_running
 
-    def output(self) -> str:
-        """Return what a server of ours has written."""
-        return "" if self._process is None else self._process.output()
-
     def last_words(self) -> str:
         """Return the last error, or line, of a server of ours that has ended; else ""."""
         if self._process is None or self._process.is_running:
             return ""
-        lines = [line for line in self.output().splitlines() if line]
-        errors = [line for line in lines if "Error" in line]
-        return f"; vLLM ended: {shorten((errors or lines or ['it wrote nothing'])[-1], 300)}"
+        return f"; vLLM ended: {self._process.last_words()}"
 
     def launch(
         self,

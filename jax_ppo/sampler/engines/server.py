@@ -23,7 +23,6 @@ from jax_ppo.sampler.engines.rollout_server import WORKER, WORKER_PROGRAM, Rollo
 
 ATTEMPTS = 3  # consecutive ones without a new response
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank can be (0.32.0)
-_NO_ADAPTERS = "does not support LoRA"  # an error of vLLM's, of a kind of model
 
 
 @dataclasses.dataclass
@@ -211,13 +210,7 @@ class ServerEngine(ExternalEngine):
         if self._server.is_ours and not self._server.is_running:
             self._start_vllm()
         if not self._server.is_connected:
-            try:
-                self._server.connect()
-            except RequestFault:
-                if self.takes_adapters and _NO_ADAPTERS in self._server.output():
-                    reason = f"vLLM says of this model that it {_NO_ADAPTERS}"
-                    raise AdaptersRefused(reason) from None
-                raise
+            self._server.connect()
         if not (self.takes_adapters and self._loaded.has_base):
             updates = self._server.protocol.update(str(self.weights), self._version)
             if self._renews_head:

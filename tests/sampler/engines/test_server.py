@@ -586,20 +586,6 @@ class TestAdapters:
         sent = merged["model.layers.0.mlp.down_proj.weight"]
         np.testing.assert_allclose(sent.T, expected, rtol=1e-6)
 
-    def test_a_model_for_which_vllm_has_no_adapters_is_started_again(
-        self, actor, folder, prompts, adapters, python, caplog
-    ):
-        program = Path(python).read_text()
-        refusal = 'case "$*" in *--enable-lora*) echo X does not support LoRA yet.; exit 1;; esac\n'
-        Path(python).write_text(program.replace("exec ", refusal + "exec "))
-        vllm = VLLM(python=python)
-        engine = self.make_engine(actor, adapters, folder, engine="vllm", vllm=vllm)
-        with running(engine):
-            self.generate(engine, actor, prompts, adapters)
-            log = engine.weights.with_name("vllm.log").read_text()
-        assert "it does not support LoRA" in caplog.text
-        assert log.count("started with") == 1 and "with adapters" not in log
-
     @pytest.mark.parametrize(
         ("rank", "arguments", "reason"),
         [(513, "", "rank=513 is above .*512"), (2, "--no-enable-lora", "--no-enable-lora")],
