@@ -90,7 +90,7 @@ HEAVY = {"jax", "flax", "transformers"}
 PRIVATE_PARTS = {
     "jax_ppo/runtime/compat.py",
     "jax_ppo/processes.py",
-    "jax_ppo/environments/sandbox_launcher.py",
+    "jax_ppo/environments/sandbox.py",
 }
 # Names that are public in spite of their underscore.
 PUBLIC_NAMES = {"_asdict", "_exit", "_fields", "_replace"}

@@ -88,9 +88,7 @@ class HostEnvironment:
         self._reset_counts()
 
     def _reset_counts(self) -> None:
-        self._steps = 0
-        self._failures = 0
-        self._timeouts = 0
+        self._steps = self._failures = self._timeouts = 0
         self._first_failure = ""
 
     def raise_if_all_failed(self) -> None:
@@ -101,9 +99,7 @@ class HostEnvironment:
         """
         if self._lost:
             raise UserError(f"config.rollout.multi_turn.environment: {self._lost}")
-        steps = self._steps
-        failures = self._failures
-        cause = self._first_failure
+        steps, failures, cause = self._steps, self._failures, self._first_failure
         self._reset_counts()
         if steps and failures == steps:
             raise UserError(
@@ -117,9 +113,6 @@ class HostEnvironment:
 
         Called before dialogues are saved that a later step learns from: those that ended as nothing
         was tried did not fail by the policy's doing, and a resumed run could not tell them apart.
-
-        Raises:
-          UserError: as there.
         """
         if self._lost or self._has_none_answered():
             self.raise_if_all_failed()
@@ -137,36 +130,18 @@ class HostEnvironment:
         )
         (waiting,) = np.nonzero(lengths)
         texts = decode_texts(self._tokenizer, [tokens[b, : lengths[b]] for b in waiting])
-        # Before the threads: dialogues are constructed in order, examples perhaps read from a disk.
-        examples = {}
-        replaced = {}
-        for b in waiting[answered[waiting] == 0]:
-            replaced[int(b)] = self._dialogues.pop(int(samples[b]), None)
-            self._dialogues[int(samples[b])] = self._construct_environment()
-            # A copy: an environment that changes its example changes no other dialogue.
-            examples[int(b)] = copy.deepcopy(self._examples[int(rows[b])])
-
-        def step(b: int, text: str) -> _Answer:
-            self._give_up_if_none_answers()
-            made = self._dialogues[int(samples[b])]
+        calls = []
+        for b, text in zip(waiting, texts, strict=True):
+            sample, beginning = int(samples[b]), None
+            # Before the threads: dialogues are made in order, examples perhaps read from a disk.
             if answered[b] == 0:
-                self._close(replaced[b])
-                made.result().reset(examples[b], int(seeds[b]))
-            observation, reward, ends, *reported = made.result().step(text)
-            _validate_answer(observation, ends, takes_several=self._frame is not None)
-            reward = _read_number(reward, "the reward of a turn")
-            if ends:
-                self._close(made)
-            return _Answer(
-                self._encode(observation, last=int(tokens[b, lengths[b] - 1])),
-                reward,
-                bool(ends),
-                read_figures(*reported, names=self.metric_names[:-1]),
-            )
-
-        calls = [
-            functools.partial(step, int(b), text) for b, text in zip(waiting, texts, strict=True)
-        ]
+                replaced = self._dialogues.pop(sample, None)
+                # A copy: an environment that changes its example changes no other dialogue.
+                beginning = replaced, copy.deepcopy(self._examples[int(rows[b])]), int(seeds[b])
+                self._dialogues[sample] = self._make_dialogue()
+            last = int(tokens[b, lengths[b] - 1])
+            dialogue = self._dialogues[sample]
+            calls.append(functools.partial(self._step, dialogue, beginning, text, last))
         for b, result in zip(waiting, self._threads.call_all(calls), strict=True):
             faults.report_progress()
             self._steps += 1
@@ -189,6 +164,34 @@ class HostEnvironment:
             answers.figures[b, -1] = 0
         return answers
 
+    def _step(
+        self,
+        dialogue: CallResult,
+        beginning: tuple[CallResult | None, Example, int] | None,
+        text: str,
+        last: int,
+    ) -> _Answer:
+        """Answer a turn with the token `last` at its end, in a thread.
+
+        The first turn of a dialogue has a `beginning`: the dialogue that it replaces, the example
+        and the seed.
+        """
+        if self._lost:
+            raise EnvironmentLost(self._lost)
+        if self._has_none_answered():
+            raise CallTimeout(f"none of the first {self._steps} turns was answered in time")
+        if beginning is not None:
+            replaced, example, seed = beginning
+            self._close(replaced)
+            dialogue.result().reset(example, seed)
+        observation, reward, ends, *reported = dialogue.result().step(text)
+        _validate_answer(observation, ends, takes_several=self._frame is not None)
+        reward = _read_number(reward, "the reward of a turn")
+        if ends:
+            self._close(dialogue)
+        figures = read_figures(*reported, names=self.metric_names[:-1])
+        return _Answer(self._encode(observation, last), reward, bool(ends), figures)
+
     def _encode(self, observation: str | tuple[str, ...], last: int) -> list[int]:
         """Return the tokens to insert after a turn with this last token."""
         if self._frame is not None:
@@ -198,7 +201,7 @@ class HostEnvironment:
         text = observation[: CHARACTERS_PER_TOKEN * self.observation_length]
         return encode_text(self._tokenizer, text, special=False)[: self.observation_length]
 
-    def _construct_environment(self) -> CallResult:
+    def _make_dialogue(self) -> CallResult:
         environment: CallResult = concurrent.futures.Future()
         try:
             environment.set_result(self._class())
@@ -215,12 +218,6 @@ class HostEnvironment:
         except FAILURES as error:
             log.warning("%s could not be closed: %s", self._name, printable_lines(repr(error)))
 
-    def _give_up_if_none_answers(self) -> None:
-        if self._lost:
-            raise EnvironmentLost(self._lost)
-        if self._has_none_answered():
-            raise CallTimeout(f"none of the first {self._steps} turns was answered in time")
-
     def _has_none_answered(self) -> bool:
         return MAX_UNANSWERED_TURNS <= self._timeouts == self._steps
 
@@ -231,10 +228,14 @@ class HostEnvironment:
             self._lost = str(error)
         if not self._first_failure:
             prompt = prompt_texts(self._examples[row].prompt)[-1]
+            # A traceback of the environment's own lines, or the message of a fault outside them.
+            cause = str(error)
+            if isinstance(error, CallTimeout):
+                cause += " (config.rollout.multi_turn.timeout)"
+            elif not isinstance(error, RequestFault | EnvironmentLost | WrongAnswer):
+                cause = "\n" + "".join(traceback.format_exception(error, limit=-4))
             # The exception may quote what the policy wrote.
-            self._first_failure = printable_lines(
-                f"prompt {shorten(prompt)!r}: {_describe_failure(error)}"
-            )
+            self._first_failure = printable_lines(f"prompt {shorten(prompt)!r}: {cause}")
             log.warning(
                 "%s failed; the dialogue ends with a reward of 0. The first failure of each batch "
                 "is logged: %s",
@@ -296,12 +297,3 @@ def _read_number(value: Any, what: str) -> float:
 
 def _quote(value: Any) -> str:
     return f"{describe_value(value)} of type {type(value).__name__}"
-
-
-def _describe_failure(error: BaseException) -> str:
-    """Return a traceback of the environment's own lines, or the message of a fault outside them."""
-    if isinstance(error, CallTimeout):
-        return f"{error} (config.rollout.multi_turn.timeout)"
-    if isinstance(error, RequestFault | EnvironmentLost | WrongAnswer):
-        return str(error)
-    return "\n" + "".join(traceback.format_exception(error, limit=-4))

@@ -19,7 +19,7 @@ class CallTimeout(Exception):
 
 
 class _Call:
-    """A call, the time when it began, and its result."""
+    """A call, the time at which it began, and its result."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self.function = function

@@ -21,6 +21,7 @@ from typing import Any
 
 from jax_ppo.config import parsing, plugins
 from jax_ppo.config.rollout_options import MultiTurn
+from jax_ppo.data.files import unique_names
 from jax_ppo.data.row_formats import function_schema
 from jax_ppo.environments import sandbox
 from jax_ppo.environments.calculator import LONGEST, calculate
@@ -97,14 +98,6 @@ def _require_type(name: str, value: Any, schema: dict[str, Any]) -> None:
         )
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; raise `ValueError` if a name occurs twice."""
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        raise ValueError("a name occurs twice in an object")
-    return values
-
-
 def parse_calls(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the name and arguments of each call in a turn; thoughts have none.
 
@@ -116,7 +109,7 @@ def parse_calls(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
         if not closed:
             raise ValueError(f"the call is not closed by {_CLOSED}")
         try:
-            call = json.loads(body, object_pairs_hook=_unique)
+            call = json.loads(body, object_pairs_hook=unique_names)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"the call is not JSON: {error}") from None
         if not isinstance(call, dict) or call.keys() != {"name", "arguments"}:
@@ -245,25 +238,22 @@ def _built_in_tools(options: MultiTurn) -> dict[str, Tool]:
     def python(code: str) -> str:
         return sandbox.run_code(code, min(PYTHON_SECONDS, 0.9 * options.timeout), PYTHON_GIB)
 
-    # No docstrings, which `python -OO` removes.
-    tools = (
-        _text_tool(calculator, "Evaluate arithmetic.", {"expression": "such as (3+4)*2 or 48/2"}),
-        _text_tool(python, "Run a Python program.", {"code": "the program; print what you need"}),
-    )
-    return {tool.name: tool for tool in tools}
-
-
-def _text_tool(function: Callable[..., str], description: str, arguments: dict[str, str]) -> Tool:
-    """Return a tool that takes text, with the descriptions of its arguments by name."""
-    parameters = {
-        "type": "object",
-        "properties": {
-            name: {"type": "string", "description": text} for name, text in arguments.items()
-        },
-        "required": list(arguments),
-    }
-    facts = {"name": function.__name__, "description": description, "parameters": parameters}
-    return Tool({"type": "function", "function": facts}, function)
+    tools = {}
+    # Function, description, and name and description of the argument. No docstrings, which
+    # `python -OO` removes.
+    for function, description, argument, meaning in (
+        (calculator, "Evaluate arithmetic.", "expression", "such as (3+4)*2 or 48/2"),
+        (python, "Run a Python program.", "code", "the program; print what you need"),
+    ):
+        name = function.__name__
+        parameters = {
+            "type": "object",
+            "properties": {argument: {"type": "string", "description": meaning}},
+            "required": [argument],
+        }
+        facts = {"name": name, "description": description, "parameters": parameters}
+        tools[name] = Tool({"type": "function", "function": facts}, function)
+    return tools
 
 
 def _load_tool(name: str, options: MultiTurn, option: str) -> Tool:

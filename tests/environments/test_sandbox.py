@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from jax_ppo.environments import sandbox
-from jax_ppo.environments.sandbox import describe_gaps, run_code
-from jax_ppo.environments.sandbox_launcher import NO_NAMESPACES
+from jax_ppo.environments.sandbox import NO_NAMESPACES, describe_gaps, run_code
 
 
 def run(code, timeout=10.0, memory_gib=1.0):
