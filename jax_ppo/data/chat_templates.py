@@ -182,6 +182,14 @@ def validate_chat_template(tokenizer: Any, chat_template: ChatTemplate) -> None:
             )
 
 
+def function_schema(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool as chat templates read it: one of MCP, or a bare function, is wrapped."""
+    if "function" in tool or "name" not in tool:
+        return tool
+    function = {"parameters" if name == "inputSchema" else name: x for name, x in tool.items()}
+    return {"type": "function", "function": function}
+
+
 def template_variables(tokenizer: Any) -> set[str]:
     """Return the names that the tokenizer's chat template reads; none without a template."""
     import jinja2.ext

@@ -14,6 +14,8 @@ from jax_ppo.errors import UserError, shorten
 Messages = tuple[dict[str, Any], ...]
 Prompt = str | Messages
 
+PLACEHOLDER = "{prompt}"  # in a template around prompts
+
 _ROLES = {
     "human": "user",
     "user": "user",
@@ -221,6 +223,33 @@ def add_response(prompt: Messages, response: str) -> Messages:
 def is_prefilled(prompt: str | Messages) -> bool:
     """Return whether a chat ends with the beginning of the assistant's message."""
     return not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
+
+
+def shape_prompt(prompt: Prompt, system_prompt: str, template: str, location: str) -> Prompt:
+    """Return a prompt with a system message and a template around it; "" adds none.
+
+    A system message replaces the chat's own. The template surrounds plain text, or the last message
+    of a chat; a beginning of the response stays behind the message that it answers.
+
+    Raises:
+      UserError: a system message is set, and the prompt is plain text.
+    """
+    if isinstance(prompt, str):
+        if system_prompt:
+            raise UserError(
+                f"config.data.system_prompt={shorten(system_prompt)!r}: the prompt of {location} "
+                "is plain text and cannot have a system message; use config.data.prompt_template"
+            )
+        return template.replace(PLACEHOLDER, prompt) if template else prompt
+    messages = list(prompt)
+    if template:
+        asked = len(messages) - 1 - (is_prefilled(prompt) and len(messages) > 1)
+        content = template.replace(PLACEHOLDER, messages[asked]["content"])
+        messages[asked] = messages[asked] | {"content": content}
+    if system_prompt:
+        has_own = messages[0]["role"] == "system"
+        messages[:has_own] = [{"role": "system", "content": system_prompt}]
+    return tuple(messages)
 
 
 def quote_cell(value: Any) -> str:

@@ -18,9 +18,8 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from jax_ppo.data import columns as names
+from jax_ppo.data.chat_templates import function_schema
 from jax_ppo.data.columns import Columns, is_missing, parse_ground_truth
 from jax_ppo.data.messages import (
     Messages,
@@ -54,6 +53,13 @@ class _Reading(NamedTuple):
     prompt: Prompt
     responses: tuple[str, ...] = ()
 
+    @property
+    def rank(self) -> int:
+        """Return its place in order of precedence: messages before text, text before requests."""
+        if self.column == names.PROMPT:
+            return 2 if isinstance(self.prompt, str) else 0
+        return 3 if self.column in names.REQUESTS else 1
+
 
 def parse_row(
     row: Row, location: str, columns: Columns | None = None, instruction: str = ""
@@ -67,200 +73,370 @@ def parse_row(
       UserError: the row has no prompt or several, a column has the wrong type, or the row has
         images.
     """
-    columns = columns or Columns()
-    values = _known_values(row, location, columns)
-    _refuse_unread_values(values, location)
-    is_verl = not {"reward_model", "reward_spec"}.isdisjoint(values)
-    for name in set(names.VERL) & values.keys():
-        if is_verl or isinstance(from_json(values[name]), dict):
-            values[name] = _require_object(values[name], location, name)
-    if "reward_spec" in values:
-        values.setdefault("reward_model", values.pop("reward_spec"))
-    if columns.prompt in _own_extra_info(values):
-        values.setdefault(columns.prompt, values["extra_info"][columns.prompt])
-    pair = _read_pair(values, location, columns)
-    reading, readings = _choose_prompt(row, values, pair, location, columns)
-    prompt = _add_instruction(reading, values, instruction)
-    prompt = _add_system_column(prompt, values, location)
-    responses = _find_responses(values, pair, readings, location, columns)
-    ground_truth, is_gsm8k = _find_ground_truth(values, location, columns)
-    data_source = _require_text(values.get("data_source") or "", location, "data_source")
-    if not data_source and reading.column == "chosen" and isinstance(prompt, str):
-        data_source = HH_RLHF
-    elif not data_source and is_gsm8k:
-        data_source = GSM8K
-    elif not data_source and "problem" in values and ground_truth:
-        data_source = MATH
-    response, rejected = (*responses, None, None)[:2]
-    return Example(
-        prompt=prompt,
-        data_source=data_source,
-        ground_truth=ground_truth,
-        extra_info=_find_extra_info(row, values, reading),
-        response=response,
-        rejected=rejected,
-        tools=_read_tools(values.get("tools"), location),
-        location=location,
-    )
+    return _RowReader(row, location, columns or Columns()).read_example(instruction)
 
 
-def to_plain_python(value: Any) -> Any:
-    """Convert a TFDS value to plain Python: bytes decoded as UTF-8, arrays as lists."""
-    if isinstance(value, bytes):
-        return value.decode("utf-8")
-    if isinstance(value, dict):
-        return {key: to_plain_python(item) for key, item in value.items()}
-    if isinstance(value, np.ndarray):
-        return to_plain_python(value.tolist())
-    if isinstance(value, (list, tuple)):
-        return [to_plain_python(item) for item in value]
-    if isinstance(value, np.generic):
-        return value.item()
-    return value
+class _RowReader:
+    """A row, and its columns with values, of which those that are known are in lower case."""
 
+    def __init__(self, row: Row, location: str, columns: Columns) -> None:
+        self.row, self.location, self.columns = row, location, columns
+        self.values = values = self._known_values()
+        for name, value in values.items():
+            is_media = names.MEDIA.fullmatch(str(name).lower()) is not None
+            is_file = isinstance(value, dict) and {"bytes", "path"} == value.keys()
+            if value and (is_media or is_file):
+                raise self._error(
+                    f"the column {name} has {quote_cell(value)}; images, audio and video are not "
+                    "supported. Use rows without them"
+                )
+        is_verl = not {"reward_model", "reward_spec"}.isdisjoint(values)
+        for name in [name for name in names.VERL if name in values]:
+            value = from_json(values[name])
+            if isinstance(value, dict):
+                values[name] = value
+            elif is_verl:
+                expected = "named values" if name == "extra_info" else "style and ground_truth"
+                raise self._error(f"{name} must have {expected}, got {quote_cell(values[name])}")
+        if "reward_spec" in values:
+            values.setdefault("reward_model", values.pop("reward_spec"))
+        extra_info = values.get("extra_info")
+        self.extra_info: Row = extra_info if isinstance(extra_info, dict) else {}
+        if columns.prompt in self.extra_info:
+            values.setdefault(columns.prompt, self.extra_info[columns.prompt])
 
-def _known_values(row: Row, location: str, columns: Columns) -> Row:
-    """Return the columns that have values; a known name is in lower case."""
-    explicit = {columns.prompt, columns.response, columns.ground_truth}
-    values = {}
-    for name, value in row.items():
-        if is_missing(value):
-            continue
-        lowered = str(name).strip().lower()
-        if lowered in names.KNOWN and name not in explicit:
-            name = lowered
-        if name in values:
-            raise UserError(f"{location}: two columns have the name {name}, in upper or lower case")
-        values[name] = value
-    return values
+    def read_example(self, instruction: str) -> Example:
+        """Return the row as an example."""
+        values = self.values
+        pair = self._read_pair()
+        reading, readings = self._choose_prompt(pair)
+        prompt = self._add_system_column(self._add_instruction(reading, instruction))
+        responses = self._find_responses(pair, readings)
+        ground_truth, is_gsm8k = self._find_ground_truth()
+        data_source = self._require_text("data_source") if values.get("data_source") else ""
+        if not data_source and reading.column == "chosen" and isinstance(prompt, str):
+            data_source = HH_RLHF
+        elif not data_source and is_gsm8k:
+            data_source = GSM8K
+        elif not data_source and "problem" in values and ground_truth:
+            data_source = MATH
+        response, rejected = (*responses, None, None)[:2]
+        return Example(
+            prompt=prompt,
+            data_source=data_source,
+            ground_truth=ground_truth,
+            extra_info=self._find_extra_info(reading),
+            response=response,
+            rejected=rejected,
+            tools=self._read_tools(),
+            location=self.location,
+        )
 
+    def _error(self, problem: str) -> UserError:
+        return UserError(f"{self.location}: {problem}")
 
-def _refuse_unread_values(values: Row, location: str) -> None:
-    """Raise `UserError` if a row has images, audio or video."""
-    for name, value in values.items():
-        is_media = names.MEDIA.fullmatch(str(name).lower()) is not None
-        is_file = isinstance(value, dict) and {"bytes", "path"} == value.keys()
-        if value and (is_media or is_file):
-            raise UserError(
-                f"{location}: the column {name} has {quote_cell(value)}; images, audio and video "
-                "are not supported. Use rows without them"
+    def _known_values(self) -> Row:
+        columns = self.columns
+        explicit = {columns.prompt, columns.response, columns.ground_truth}
+        values: Row = {}
+        for name, value in self.row.items():
+            if is_missing(value):
+                continue
+            lowered = str(name).strip().lower()
+            if lowered in names.KNOWN and name not in explicit:
+                name = lowered
+            if name in values:
+                raise self._error(f"two columns have the name {name}, in upper or lower case")
+            values[name] = value
+        return values
+
+    def _require_text(self, name: str) -> str:
+        value = self.values[name]
+        if not isinstance(value, str):
+            raise self._error(f"{name} must be text, got {quote_cell(value)}")
+        return value
+
+    def _choose_prompt(self, pair: _Reading | None) -> tuple[_Reading, list[_Reading]]:
+        """Return the reading of the prompt, and all readings that agree with it."""
+        readings = [self._read_prompt(name) for name in self._prompt_columns(pair)]
+        if pair is not None and pair.prompt:
+            # A pair precedes plain text, which is then the user's message of the same chat.
+            readings.append(pair)
+        if not readings:
+            raise self._missing_prompt_error(pair)
+        if self.columns.prompt:
+            reading, *others = readings
+            # A whole chat must answer the prompt that the option names.
+            agree = all(
+                _agrees(reading.prompt, other.prompt) or _agrees(other.prompt, reading.prompt)
+                for other in others
             )
+        else:
+            readings.sort(key=lambda reading: reading.rank)
+            for reading in readings:
+                agree = all(_agrees(reading.prompt, other.prompt) for other in readings)
+                if agree:
+                    break
+        if not agree:
+            prompts = [(reading.column, reading.prompt) for reading in readings]
+            raise self._disagreement(prompts, "prompt", "config.data.prompt_key")
+        if reading.column in names.REQUESTS and not self.columns.prompt:
+            for name in names.parts_of_questions(self.values):
+                raise self._error(
+                    f"the column {name} would be missing from the prompt, which is the "
+                    f"{reading.column}; write both to a column `prompt`, or name the column to "
+                    "sample from with config.data.prompt_key"
+                )
+        return reading, readings
 
-
-def _require_object(value: Any, location: str, name: str) -> Row:
-    """Return a column of verl's form: an object, also as JSON text."""
-    if isinstance(value, str) and value.startswith("{"):
-        value = from_json(value)
-    if not isinstance(value, dict):
-        expected = "named values" if name == "extra_info" else "style and ground_truth"
-        raise UserError(f"{location}: {name} must have {expected}, got {quote_cell(value)}")
-    return value
-
-
-def _choose_prompt(
-    row: Row, values: Row, pair: _Reading | None, location: str, columns: Columns
-) -> tuple[_Reading, list[_Reading]]:
-    """Return the reading of the prompt, and all readings that agree with it."""
-    readings = []
-    for name in _prompt_columns(values, columns, pair, location):
-        readings.append(_read_prompt(name, values, location, columns))
-    if pair is not None and pair.prompt:
-        # A pair precedes plain text, which is then the user's message of the same chat.
-        readings.append(pair)
-    if not readings:
-        raise _missing_prompt_error(row, pair, location)
-    if columns.prompt:
-        reading, *others = readings
-        # A whole chat must answer the prompt that the option names.
-        agree = all(
-            _agrees(reading.prompt, other.prompt) or _agrees(other.prompt, reading.prompt)
-            for other in others
-        )
-    else:
-        # Messages before text, and text before requests.
-        readings.sort(key=_rank)
-        for reading in readings:
-            agree = all(_agrees(reading.prompt, other.prompt) for other in readings)
-            if agree:
-                break
-    if not agree:
-        prompts = [(reading.column, reading.prompt) for reading in readings]
-        raise _disagreement(prompts, "prompt", "config.data.prompt_key", location)
-    if reading.column in names.REQUESTS and not columns.prompt:
-        for name in names.parts_of_questions(values):
-            raise UserError(
-                f"{location}: the column {name} would be missing from the prompt, which is the "
-                f"{reading.column}; write both to a column `prompt`, or name the column to sample "
-                "from with config.data.prompt_key"
+    def _prompt_columns(self, pair: _Reading | None) -> list[str]:
+        """Return the columns that could be the prompt, in order of precedence."""
+        key, values = self.columns.prompt, self.values
+        if key == "chosen":
+            return []
+        if key and key in values:
+            return [key]
+        if key:
+            raise self._no_column_error(key, "prompt_key")
+        # verl's form without the prompt is a mistake, even if another column could be the prompt.
+        if "reward_model" in values and names.PROMPT not in values:
+            raise self._error(
+                f"found the columns {', '.join(values)}, which lack verl's prompt; name its column "
+                f"with config.data.prompt_key.{did_you_mean(names.PROMPT, values)}"
             )
-    return reading, readings
+        present = [name for name in _PROMPT_NAMES if name in values]
+        # `input` is the request only if nothing else is.
+        if len(present) > 1 or (pair is not None and pair.prompt):
+            present = [name for name in present if name not in names.CONTEXTS]
+        return present
 
+    def _no_column_error(self, key: str, option: str) -> UserError:
+        return self._error(
+            f"config.data.{option}={key!r} names none of the columns with a value, "
+            f"{', '.join(map(str, self.values))}.{did_you_mean(key, self.values)}"
+        )
 
-def _rank(reading: _Reading) -> int:
-    if reading.column == names.PROMPT:
-        return 2 if isinstance(reading.prompt, str) else 0
-    return 3 if reading.column in names.REQUESTS else 1
+    def _read_prompt(self, name: str) -> _Reading:
+        prompt = parse_prompt(self.values[name], self.location, name)
+        if name.lower() in names.CHATS:
+            return self._split_last_answer(name, prompt)
+        if name.lower() not in names.REQUESTS or not isinstance(prompt, str):
+            return _Reading(name, prompt)
+        for context in names.CONTEXTS:
+            if self.values.get(context) and context != name:
+                prompt += f"\n\n{self._require_text(context)}"
+        return _Reading(name, user_message(prompt))
 
+    def _split_last_answer(self, name: str, messages: Prompt) -> _Reading:
+        """Return a chat as the messages before a final one of the assistant, and its text."""
+        if isinstance(messages, str):
+            raise self._error(f"{name} must be a list of messages, got {quote_cell(messages)}")
+        if messages[-1]["role"] != "assistant":
+            return _Reading(name, messages)
+        if len(messages) == 1:
+            raise self._error(f"{name} has a message of the assistant but no prompt before it")
+        return _Reading(name, messages[:-1], (self._said(messages, name),))
 
-def _prompt_columns(
-    values: Row, columns: Columns, pair: _Reading | None, location: str
-) -> list[str]:
-    """Return the columns that could be the prompt, in order of precedence."""
-    key = columns.prompt
-    if key == "chosen":
-        return []
-    if key:
-        if key not in values:
-            raise UserError(
-                f"{location}: config.data.prompt_key={key!r} names none of the columns with a "
-                f"value, {', '.join(map(str, values))}.{did_you_mean(key, values)}"
+    def _said(self, messages: Messages, name: str) -> str:
+        """Return the text of a column's last message, which may be one to imitate."""
+        is_learned = self.columns.reads_responses and self.columns.response in ("", name)
+        return response_text(messages[-1], self.location, name, is_learned)
+
+    def _disagreement(
+        self, found: Iterable[tuple[str, Prompt]], meaning: str, option: str
+    ) -> UserError:
+        described = ", ".join(f"{column} ({quote_cell(_flatten(x))})" for column, x in found)
+        return self._error(
+            f"these columns hold different {meaning}s: {described}; set {option} to the one to use"
+        )
+
+    def _missing_prompt_error(self, pair: _Reading | None) -> UserError:
+        found = ", ".join(
+            f"{name} (no value)" if is_missing(value) else str(name)
+            for name, value in self.row.items()
+        )
+        if pair is not None:
+            return self._error(
+                f"chosen and rejected have no prompt before them, and of the columns {found} none "
+                "is known to be it; name it with config.data.prompt_key"
             )
-        return [key]
-    # verl's form without the prompt is a mistake, even if another column could be the prompt.
-    if "reward_model" in values and names.PROMPT not in values:
-        raise UserError(
-            f"{location}: found the columns {', '.join(values)}, which lack verl's prompt; name "
-            f"its column with config.data.prompt_key.{did_you_mean(names.PROMPT, values)}"
+        return self._error(
+            f"found the columns {found or '(none)'}; expected a prompt as "
+            f"{', '.join(_PROMPT_NAMES)}, or chosen and rejected; name another column with "
+            f"config.data.prompt_key.{did_you_mean(names.PROMPT, map(str, self.row))}"
         )
-    present = [name for name in _PROMPT_NAMES if name in values]
-    # `input` is the request only if nothing else is.
-    if len(present) > 1 or (pair is not None and pair.prompt):
-        present = [name for name in present if name not in names.CONTEXTS]
-    return present
 
+    def _read_pair(self) -> _Reading | None:
+        """Return both responses of a preference, with their prompt if they contain it, else ""."""
+        given = [name for name in names.PAIR if name in self.values]
+        if len(given) < len(names.PAIR):
+            if given and self.columns.reads_responses:
+                raise self._error("chosen and rejected must both be set")
+            return None
+        parsed = [parse_prompt(self.values[name], self.location, name) for name in names.PAIR]
+        texts = [messages for messages in parsed if isinstance(messages, str)]
+        if len(texts) == len(parsed):
+            has_prompt = self.columns.prompt or any(name in self.values for name in _PROMPT_NAMES)
+            if not has_prompt or self.columns.prompt == "chosen":
+                return self._split_transcripts(*texts)
+            return _Reading("chosen", "", tuple(texts))
+        prompts: list[Prompt] = []
+        responses = []
+        for name, messages in zip(names.PAIR, parsed, strict=True):
+            if isinstance(messages, str):
+                prompts.append("")
+                responses.append(messages)
+                continue
+            if messages[-1]["role"] != "assistant":
+                raise self._error(f"the last message of {name} must be the assistant's")
+            prompts.append(messages[:-1] or "")
+            responses.append(self._said(messages, name))
+        if prompts[0] != prompts[1]:
+            raise self._error("chosen and rejected must differ only in their last message")
+        return _Reading("chosen", prompts[0], tuple(responses))
 
-def _read_prompt(name: str, values: Row, location: str, columns: Columns) -> _Reading:
-    prompt = parse_prompt(values[name], location, name)
-    if name.lower() in names.CHATS:
-        return _Reading(name, *_split_last_answer(prompt, location, name, columns))
-    if name.lower() not in names.REQUESTS or not isinstance(prompt, str):
-        return _Reading(name, prompt)
-    for context in names.CONTEXTS:
-        if values.get(context) and context != name:
-            prompt += f"\n\n{_require_text(values[context], location, context)}"
-    return _Reading(name, user_message(prompt))
+    def _split_transcripts(self, chosen: str, rejected: str) -> _Reading:
+        # The answers may begin with the same words, so the prompt ends at the last shared turn.
+        shared = os.path.commonprefix([chosen, rejected])
+        last_turn = shared.rfind(ASSISTANT)
+        if last_turn < 0:
+            raise self._error(
+                "chosen and rejected do not begin with the same dialogue up to "
+                f"{ASSISTANT!r}; if another column is their prompt, name it with "
+                "config.data.prompt_key"
+            )
+        end = last_turn + len(ASSISTANT)
+        return _Reading("chosen", chosen[:end], (chosen[end:], rejected[end:]))
 
+    def _add_instruction(self, reading: _Reading, instruction: str) -> Prompt:
+        """Return the prompt with the instruction if it is nothing but a question."""
+        prompt, values = reading.prompt, self.values
+        if not instruction or isinstance(prompt, str) or len(prompt) != 1:
+            return prompt
+        questions = [user_message(values[name]) for name in names.QUESTIONS if name in values]
+        if reading.column in names.QUESTIONS or prompt in questions:
+            return user_message(f"{prompt[0]['content']} {instruction}")
+        return prompt
 
-def _split_last_answer(
-    messages: Prompt, location: str, name: str, columns: Columns
-) -> tuple[Messages, tuple[str, ...]]:
-    """Return the messages before a final one of the assistant, and the text of that one."""
-    if isinstance(messages, str):
-        raise UserError(
-            f"{location}: {name} must be a list of messages, got {quote_cell(messages)}"
-        )
-    if messages[-1]["role"] != "assistant":
-        return messages, ()
-    if len(messages) == 1:
-        raise UserError(
-            f"{location}: {name} has a message of the assistant but no prompt before it"
-        )
-    return messages[:-1], (response_text(messages[-1], location, name, _learns(columns, name)),)
+    def _add_system_column(self, prompt: Prompt) -> Prompt:
+        """Return the prompt with the system message of a column."""
+        for name in filter(self.values.get, names.SYSTEMS):
+            text = self._require_text(name)
+            if isinstance(prompt, str):
+                raise self._error(
+                    f"the prompt is plain text and cannot have the column {name} as its system "
+                    "message; write the prompt as messages, or as a column `question`"
+                )
+            if prompt[0]["role"] != "system":
+                prompt = ({"role": "system", "content": text}, *prompt)
+            if prompt[0]["content"] != text:
+                raise self._error(
+                    f"the column {name} ({quote_cell(text)}) is not the chat's own system message "
+                    f"({quote_cell(prompt[0]['content'])}); remove one"
+                )
+        return prompt
 
+    def _find_responses(self, pair: _Reading | None, readings: list[_Reading]) -> tuple[str, ...]:
+        """Return the response of a row, both of a pair, or none."""
+        key, values = self.columns.response, self.values
+        if key:
+            value = values.get(key, self.extra_info.get(key))
+            name = f"config.supervised.response_key={key!r}"
+            return () if value is None else (self._read_response(name, value),)
+        if pair is not None:
+            return pair.responses
+        found = [(column, responses[0]) for column, _, responses in readings if responses]
+        for name in names.RESPONSES:
+            # PPO reads no responses: theirs may have any form.
+            if name in values and (isinstance(values[name], str) or self.columns.reads_responses):
+                found.append((name, self._read_response(name, values[name])))
+        if self.columns.reads_responses and len({text.strip() for _, text in found}) > 1:
+            raise self._disagreement(found, "response", "config.supervised.response_key")
+        answer = values.get("answer", self.extra_info.get("answer"))
+        if not found and isinstance(answer, str):
+            return (answer,)
+        return tuple(text for _, text in found[:1])
 
-def _learns(columns: Columns, name: str) -> bool:
-    """Return whether the response in a column is one to imitate."""
-    return columns.reads_responses and columns.response in ("", name)
+    def _read_response(self, name: str, value: Any) -> str:
+        """Return a response given as text, or as the last message of an assistant."""
+        if not isinstance(value, (str, list, dict)):
+            raise self._error(f"{name} must be text, got {quote_cell(value)}")
+        messages = parse_prompt(value, self.location, name)
+        if isinstance(messages, str):
+            return messages
+        is_chat = any(chat in name for chat in names.CHATS)
+        if messages[-1]["role"] != "assistant" or (len(messages) > 1 and not is_chat):
+            raise self._error(
+                f"{name} must be text or one message of the assistant, got {quote_cell(value)}"
+            )
+        return response_text(messages[-1], self.location, name, is_learned=True)
+
+    def _find_ground_truth(self) -> tuple[Any, bool]:
+        """Return the reference answer, and whether it follows GSM8K's mark."""
+        key, values = self.columns.ground_truth, self.values
+        reward_model = values.get("reward_model")
+        if key and key in values and key != "reward_model":
+            return self._read_answer(values[key])
+        # What reward_model holds is named by either of its names.
+        if key and not (reward_model and key in ("reward_model", "ground_truth")):
+            raise self._no_column_error(key, "ground_truth_key")
+        given = {name: values.get(name) for name in names.GROUND_TRUTHS}
+        if reward_model:
+            given = {"reward_model": reward_model.get("ground_truth"), **given}
+        truths = {name: parse_ground_truth(value) for name, value in given.items()}
+        texts = {name: str(truth) for name, truth in truths.items() if truth != ""}
+        if not key and len(set(texts.values())) > 1:
+            option = "config.data.ground_truth_key"
+            raise self._disagreement(texts.items(), "reference answer", option)
+        if texts:
+            return truths[next(iter(texts))], False
+        if reward_model:
+            return "", False
+        if "answer" in values:
+            return self._read_answer(values["answer"])
+        # The rule extracts the boxed answer from the solution.
+        solution = values.get("solution")
+        if isinstance(solution, str) and ("problem" in values or "\\boxed" in solution):
+            return solution, False
+        return "", False
+
+    def _read_answer(self, answer: Any) -> tuple[Any, bool]:
+        if not isinstance(answer, str) or "####" not in answer:
+            return parse_ground_truth(answer), False
+        # The last mark counts, as a worked solution may contain it too. What follows is kept whole.
+        gold_answer = answer.rpartition("####")[2].strip().rstrip(".")
+        if not gold_answer:
+            raise self._error(f"the answer has no `#### N` (it ends in {answer[-60:]!r})")
+        if _GROUPED.fullmatch(gold_answer):
+            gold_answer = gold_answer.replace(",", "")  # as verl writes it
+        return gold_answer, True
+
+    def _find_extra_info(self, reading: _Reading) -> Row:
+        """Return what reward functions get besides the prompt: the row's own extra_info, if any.
+
+        Except in verl's form, unknown columns are added to it.
+        """
+        if "reward_model" in self.values:
+            return self.extra_info
+        if self.extra_info:
+            unknown = {name: x for name, x in self.values.items() if name not in names.KNOWN}
+            return unknown | self.extra_info
+        parsed = {names.PROMPT, *names.CHATS, *names.PAIR, "completion"}
+        if reading.column not in names.REQUESTS:
+            parsed.add(reading.column)
+        return {name: value for name, value in self.row.items() if name not in parsed}
+
+    def _read_tools(self) -> tuple[Any, ...]:
+        """Return the functions of a column, a list that may be given as JSON text."""
+        value = self.values.get("tools")
+        if isinstance(value, str) and value.strip():
+            value = from_json(value)
+        if not value:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+            raise self._error(f"tools must be a list of objects, got {quote_cell(value)}")
+        tools = drop_missing(value)
+        return tuple(function_schema(tool) if "inputSchema" in tool else tool for tool in tools)
 
 
 def _agrees(prompt: Prompt, other: Prompt) -> bool:
@@ -278,243 +454,3 @@ def _agrees(prompt: Prompt, other: Prompt) -> bool:
 def _flatten(prompt: Prompt) -> str:
     """Return the text of a prompt with single spaces as its only white space."""
     return " ".join(join_contents(prompt).split())
-
-
-def _disagreement(
-    found: Iterable[tuple[str, Prompt]], meaning: str, option: str, location: str
-) -> UserError:
-    described = ", ".join(f"{column} ({quote_cell(_flatten(value))})" for column, value in found)
-    return UserError(
-        f"{location}: these columns hold different {meaning}s: {described}; set {option} to the "
-        "one to use"
-    )
-
-
-def _missing_prompt_error(row: Row, pair: _Reading | None, location: str) -> UserError:
-    found = ", ".join(
-        f"{name} (no value)" if is_missing(value) else str(name) for name, value in row.items()
-    )
-    if pair is not None:
-        return UserError(
-            f"{location}: chosen and rejected have no prompt before them, and of the columns "
-            f"{found} none is known to be it; name it with config.data.prompt_key"
-        )
-    return UserError(
-        f"{location}: found the columns {found or '(none)'}; expected a prompt as "
-        f"{', '.join(_PROMPT_NAMES)}, or chosen and rejected; name another column with "
-        f"config.data.prompt_key.{did_you_mean(names.PROMPT, map(str, row))}"
-    )
-
-
-def _read_pair(values: Row, location: str, columns: Columns) -> _Reading | None:
-    """Return both responses of a preference, with their prompt if they contain it, else ""."""
-    given = [name for name in names.PAIR if name in values]
-    if len(given) < len(names.PAIR):
-        if given and columns.reads_responses:
-            raise UserError(f"{location}: chosen and rejected must both be set")
-        return None
-    chosen, rejected = (parse_prompt(values[name], location, name) for name in names.PAIR)
-    if isinstance(chosen, str) and isinstance(rejected, str):
-        has_prompt = columns.prompt or any(name in values for name in _PROMPT_NAMES)
-        if not has_prompt or columns.prompt == "chosen":
-            return _split_transcripts(chosen, rejected, location)
-        return _Reading("chosen", "", (chosen, rejected))
-    prompts, responses = zip(
-        *(
-            _split_chat(messages, location, name, _learns(columns, name))
-            for messages, name in ((chosen, "chosen"), (rejected, "rejected"))
-        ),
-        strict=True,
-    )
-    if prompts[0] != prompts[1]:
-        raise UserError(f"{location}: chosen and rejected must differ only in their last message")
-    return _Reading("chosen", prompts[0], responses)
-
-
-def _split_chat(messages: Prompt, location: str, name: str, is_learned: bool) -> tuple[Prompt, str]:
-    """Return the prompt of a whole chat, "" if there is none, and its response."""
-    if isinstance(messages, str):
-        return "", messages
-    if messages[-1]["role"] != "assistant":
-        raise UserError(f"{location}: the last message of {name} must be the assistant's")
-    return messages[:-1] or "", response_text(messages[-1], location, name, is_learned)
-
-
-def _split_transcripts(chosen: str, rejected: str, location: str) -> _Reading:
-    # The answers may begin with the same words, so the prompt ends at the last shared turn.
-    shared = os.path.commonprefix([chosen, rejected])
-    last_turn = shared.rfind(ASSISTANT)
-    if last_turn < 0:
-        raise UserError(
-            f"{location}: chosen and rejected do not begin with the same dialogue up to "
-            f"{ASSISTANT!r}; if another column is their prompt, name it with config.data.prompt_key"
-        )
-    end = last_turn + len(ASSISTANT)
-    return _Reading("chosen", chosen[:end], (chosen[end:], rejected[end:]))
-
-
-def _add_instruction(reading: _Reading, values: Row, instruction: str) -> Prompt:
-    """Return the prompt with the instruction if it is nothing but a question."""
-    prompt = reading.prompt
-    if not instruction or isinstance(prompt, str) or len(prompt) != 1:
-        return prompt
-    questions = [user_message(values[name]) for name in names.QUESTIONS if name in values]
-    if reading.column in names.QUESTIONS or prompt in questions:
-        return user_message(f"{prompt[0]['content']} {instruction}")
-    return prompt
-
-
-def _add_system_column(prompt: Prompt, values: Row, location: str) -> Prompt:
-    """Return the prompt with the system message of a column."""
-    for name in names.SYSTEMS:
-        if not values.get(name):
-            continue
-        text = _require_text(values[name], location, name)
-        if isinstance(prompt, str):
-            raise UserError(
-                f"{location}: the prompt is plain text and cannot have the column {name} as its "
-                "system message; write the prompt as messages, or as a column `question`"
-            )
-        if prompt[0]["role"] != "system":
-            prompt = ({"role": "system", "content": text}, *prompt)
-        if prompt[0]["content"] != text:
-            raise UserError(
-                f"{location}: the column {name} ({quote_cell(text)}) is not the chat's own system "
-                f"message ({quote_cell(prompt[0]['content'])}); remove one"
-            )
-    return prompt
-
-
-def _find_responses(
-    values: Row, pair: _Reading | None, readings: list[_Reading], location: str, columns: Columns
-) -> tuple[str, ...]:
-    """Return the response of a row, both of a pair, or none."""
-    key = columns.response
-    extra_info = _own_extra_info(values)
-    if key:
-        value = values.get(key, extra_info.get(key))
-        if value is None:
-            return ()
-        response = _read_response(value, location, f"config.supervised.response_key={key!r}")
-        return (response,)
-    if pair is not None:
-        return pair.responses
-    found = [(reading.column, reading.responses[0]) for reading in readings if reading.responses]
-    for name in names.RESPONSES:
-        if name in values:
-            is_text = isinstance(values[name], str)
-            # PPO reads no responses: theirs may have any form.
-            if is_text or columns.reads_responses:
-                found.append((name, _read_response(values[name], location, name)))
-    if columns.reads_responses and len({text.strip() for _, text in found}) > 1:
-        raise _disagreement(found, "response", "config.supervised.response_key", location)
-    answer = values.get("answer", extra_info.get("answer"))
-    if not found and isinstance(answer, str):
-        return (answer,)
-    return tuple(text for _, text in found[:1])
-
-
-def _read_response(value: Any, location: str, name: str) -> str:
-    """Return a response given as text, or as the last message of an assistant."""
-    if not isinstance(value, (str, list, dict)):
-        raise UserError(f"{location}: {name} must be text, got {quote_cell(value)}")
-    messages = parse_prompt(value, location, name)
-    if isinstance(messages, str):
-        return messages
-    is_chat = any(chat in name for chat in names.CHATS)
-    if messages[-1]["role"] != "assistant" or (len(messages) > 1 and not is_chat):
-        raise UserError(
-            f"{location}: {name} must be text or one message of the assistant, got "
-            f"{quote_cell(value)}"
-        )
-    return response_text(messages[-1], location, name, is_learned=True)
-
-
-def _find_ground_truth(values: Row, location: str, columns: Columns) -> tuple[Any, bool]:
-    """Return the reference answer, and whether it follows GSM8K's mark."""
-    key = columns.ground_truth
-    reward_model = values.get("reward_model")
-    if key and key in values and key != "reward_model":
-        return _read_answer(values[key], location)
-    # What reward_model holds is named by either of its names.
-    if key and not (reward_model and key in ("reward_model", "ground_truth")):
-        raise UserError(
-            f"{location}: config.data.ground_truth_key={key!r} names none of the columns with a "
-            f"value, {', '.join(map(str, values))}.{did_you_mean(key, values)}"
-        )
-    truths = {name: parse_ground_truth(values.get(name)) for name in names.GROUND_TRUTHS}
-    if reward_model:
-        truths = {"reward_model": parse_ground_truth(reward_model.get("ground_truth")), **truths}
-    texts = {name: str(truth) for name, truth in truths.items() if truth != ""}
-    if not key and len(set(texts.values())) > 1:
-        option = "config.data.ground_truth_key"
-        raise _disagreement(texts.items(), "reference answer", option, location)
-    if texts:
-        return truths[next(iter(texts))], False
-    if reward_model:
-        return "", False
-    if "answer" in values:
-        return _read_answer(values["answer"], location)
-    # The rule extracts the boxed answer from the solution.
-    solution = values.get("solution")
-    if isinstance(solution, str) and ("problem" in values or "\\boxed" in solution):
-        return solution, False
-    return "", False
-
-
-def _read_answer(answer: Any, location: str) -> tuple[Any, bool]:
-    if not isinstance(answer, str) or "####" not in answer:
-        return parse_ground_truth(answer), False
-    # The last mark counts: a worked solution may contain it earlier. What follows is kept whole.
-    gold_answer = answer.rpartition("####")[2].strip().rstrip(".")
-    if not gold_answer:
-        raise UserError(f"{location}: the answer has no `#### N` (it ends in {answer[-60:]!r})")
-    if _GROUPED.fullmatch(gold_answer):
-        gold_answer = gold_answer.replace(",", "")  # as verl writes it
-    return gold_answer, True
-
-
-def _find_extra_info(row: Row, values: Row, reading: _Reading) -> Row:
-    """Return what reward functions get besides the prompt: the row's own extra_info, if any.
-
-    Except in verl's form, unknown columns are added to it.
-    """
-    if "reward_model" in values:
-        return _own_extra_info(values)
-    if own := _own_extra_info(values):
-        return {name: x for name, x in values.items() if name not in names.KNOWN} | own
-    parsed = {names.PROMPT, *names.CHATS, *names.PAIR, "completion"}
-    if reading.column not in names.REQUESTS:
-        parsed.add(reading.column)
-    return {name: value for name, value in row.items() if name not in parsed}
-
-
-def _own_extra_info(values: Row) -> Row:
-    extra_info = values.get("extra_info")
-    return extra_info if isinstance(extra_info, dict) else {}
-
-
-def _read_tools(value: Any, location: str) -> tuple[Any, ...]:
-    """Return the functions of a column, a list that may be given as JSON text."""
-    if isinstance(value, str) and value.strip():
-        value = from_json(value)
-    if not value:
-        return ()
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise UserError(f"{location}: tools must be a list of objects, got {quote_cell(value)}")
-    tools = drop_missing(value)
-    return tuple(function_schema(tool) if "inputSchema" in tool else tool for tool in tools)
-
-
-def function_schema(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool as chat templates read it: one of MCP, or a bare function, is wrapped."""
-    if "function" in tool or "name" not in tool:
-        return tool
-    function = {"parameters" if name == "inputSchema" else name: x for name, x in tool.items()}
-    return {"type": "function", "function": function}
-
-
-def _require_text(value: Any, location: str, name: str) -> str:
-    if not isinstance(value, str):
-        raise UserError(f"{location}: {name} must be text, got {quote_cell(value)}")
-    return value

@@ -17,6 +17,7 @@ Several sources are separated by commas and concatenated, or mixed: SOURCE*WEIGH
 of any file, selects a slice of its rows, counted from 0 as in Python.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import itertools
@@ -24,11 +25,12 @@ import logging
 import os
 import pkgutil
 import re
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
+
+import numpy as np
 
 from jax_ppo.data import files, hub_files, row_formats
 from jax_ppo.data.columns import Columns, find_label, ignored_columns, is_missing
@@ -56,21 +58,13 @@ FORMS = (
 MAX_GENERATED_DIGITS = 7
 
 
-class _SourceFiles(NamedTuple):
-    """The rows of one source."""
-
-    paths: list[Path]  # local files, whose rows are concatenated
-    start: int  # the first row of the source
-    end: int | None  # the row after the last one; `None`: all
-
-
 log = logging.getLogger(__name__)
 
 LocatedRows = Iterator[tuple[str, dict[str, Any]]]
 
 # At most six digits on each side of the point.
 _WEIGHT = re.compile(r"(.+)\*(\d{1,6}(?:\.\d{0,6})?|\.\d{1,6})")
-_SLICE = re.compile(r"(.*)\[(\d*):(\d*)\]")
+_SLICE = re.compile(r"(.*)\[(\d{0,18}):(\d{0,18})\]")
 _TFDS_DEFAULT_FOLDER = "~/tensorflow_datasets"
 
 
@@ -166,14 +160,9 @@ def _load_source(
     if colon and scheme == "tfds":
         located_rows = _read_tfds_rows(arguments, option)
     else:
-        located = _locate_files(source, option)
-        # The slice is taken while reading, so that rows after the end are never parsed.
-        rows = itertools.chain.from_iterable(
-            files.read_rows(path, option) for path in located.paths
-        )
-        located_rows = itertools.islice(rows, located.start, located.end)
+        located_rows = _read_file_rows(source, option)
     examples = []
-    layouts: dict[tuple[str, ...], None] = {}
+    layouts: dict[tuple[str, ...], None] = {}  # the columns with values, of each kind of row
     columns = columns or Columns()
     unwanted = 0
     for location, row in located_rows:
@@ -196,7 +185,15 @@ def _load_source(
     # An empty source is a mistake, even if others have rows.
     if not examples:
         raise UserError(f"{option}: {source} has no rows{' with a true label' * bool(unwanted)}")
-    _report_ignored_columns(source, layouts, columns)
+    ignored = [name for layout in layouts for name in ignored_columns(layout, columns)]
+    if ignored:
+        is_verl = any({"reward_model", "reward_spec"} & set(layout) for layout in layouts)
+        log.warning(
+            "%s: ignored columns: %s (they are neither prompt, response nor reference answer%s)",
+            source,
+            ", ".join(dict.fromkeys(ignored)),
+            "" if is_verl else "; a reward function gets them in extra_info",
+        )
     prompts = (prompt_texts(example.prompt) for example in examples)
     if instruction and not any(texts[-1].endswith(instruction) for texts in prompts):
         log.warning(
@@ -205,25 +202,6 @@ def _load_source(
             source,
         )
     return examples
-
-
-def _report_ignored_columns(
-    source: str, layouts: Iterable[Sequence[str]], columns: Columns
-) -> None:
-    """Log once which columns of a source are not read.
-
-    Each layout has the names of the columns with values, of one kind of row.
-    """
-    ignored = [name for layout in layouts for name in ignored_columns(layout, columns)]
-    if ignored:
-        log.warning(
-            "%s: ignored columns: %s (they are neither prompt, response nor reference answer%s)",
-            source,
-            ", ".join(dict.fromkeys(ignored)),
-            ""
-            if any({"reward_model", "reward_spec"} & set(layout) for layout in layouts)
-            else "; a reward function gets them in extra_info",
-        )
 
 
 def _generate_examples(scheme: str, arguments: str, seed: int, option: str) -> list[Example]:
@@ -246,48 +224,46 @@ def _generate_examples(scheme: str, arguments: str, seed: int, option: str) -> l
     return examples
 
 
-def _locate_files(source: str, option: str) -> _SourceFiles:
-    """Return the files of a source, downloaded if necessary, and the bounds of its slice."""
-    name, start, end = source, None, None
+def _read_file_rows(source: str, option: str) -> LocatedRows:
+    """Return the rows of a source's files, downloaded if necessary."""
+    name, start, end = source, "", ""
     if sliced := _SLICE.fullmatch(source):
-        name = sliced[1]
-        start, end = map(_slice_bound, sliced.groups()[1:])
+        name, start, end = sliced.groups()
+    paths = _locate_files(name, source, option)
+    rows = itertools.chain.from_iterable(files.read_rows(path, option) for path in paths)
+    # The slice is taken while reading, so that rows after the end are never parsed.
+    return itertools.islice(rows, int(start or 0), int(end) if end else None)
+
+
+def _locate_files(name: str, source: str, option: str) -> list[Path]:
+    """Return the files that a source names, without its slice."""
     scheme, colon, arguments = name.partition(":")
+    is_remote = remote.is_address(name)
     if colon and scheme == "hf":
-        located = hub_files.fetch_hub_files(arguments, option)
-    elif remote.is_address(name) and _is_pattern(name):
+        return hub_files.fetch_hub_files(arguments, option)
+    if is_remote and _is_pattern(name):
         raise UserError(
             f"{option}={shorten(source)!r}: patterns match local files only; name each file of a "
             "bucket, separated by commas"
         )
-    elif files.has_suffix(name) and remote.is_address(name):
-        located = [downloads.download_file(name, option)]
-    elif files.has_suffix(name) or _is_pattern(name):
+    if is_remote and files.has_suffix(name):
+        return [downloads.download_file(name, option)]
+    if not is_remote:
         path = paths.expand_local_path(name, option)
-        located = [path]
         # A file of this very name takes precedence.
         if _is_pattern(name) and not path.exists():
-            located = files.find_matching_files(path, option)
-    elif not remote.is_address(name) and paths.expand_local_path(name, option).is_dir():
-        raise files.folder_error(paths.expand_local_path(name, option), option)
-    else:
-        raise UserError(
-            f"{option}={shorten(source)!r}: expected {FORMS}.{did_you_mean(scheme, SCHEMES)}"
-        )
-    return _SourceFiles(paths=located, start=start or 0, end=end)
+            return files.find_matching_files(path, option)
+        if files.has_suffix(name) or _is_pattern(name):
+            return [path]
+        if path.is_dir():
+            raise files.folder_error(path, option)
+    raise UserError(
+        f"{option}={shorten(source)!r}: expected {FORMS}.{did_you_mean(scheme, SCHEMES)}"
+    )
 
 
 def _is_pattern(name: str) -> bool:
     return "*" in name or "?" in name
-
-
-def _slice_bound(digits: str) -> int | None:
-    """Return one bound of a slice, limited to the largest index; `None` if it is open."""
-    if not digits:
-        return None
-    if len(digits) > len(str(sys.maxsize)) - 1:
-        return sys.maxsize
-    return int(digits)
 
 
 def _read_tfds_rows(name_and_split: str, option: str) -> LocatedRows:
@@ -306,8 +282,21 @@ def _read_tfds_rows(name_and_split: str, option: str) -> LocatedRows:
             f"metadata states {expected}. Prepare it again with file_format='array_record'"
         )
     for index in range(len(source)):
-        row = row_formats.to_plain_python(source[index])
+        row = _to_plain_python(source[index])
         yield f"tfds:{name_and_split}, row {index + 1}", row
+
+
+def _to_plain_python(value: Any) -> Any:
+    """Convert a TFDS value to plain Python: bytes decoded as UTF-8, arrays as lists."""
+    if isinstance(value, bytes):
+        return value.decode("utf-8")
+    if isinstance(value, dict):
+        return {key: _to_plain_python(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return _to_plain_python(value.tolist())
+    if isinstance(value, list | tuple):
+        return [_to_plain_python(item) for item in value]
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _open_tfds_source(name: str, split: str, option: str) -> Any:
@@ -320,7 +309,13 @@ def _open_tfds_source(name: str, split: str, option: str) -> Any:
         ) from error
     # TFDS itself reads this variable only when it is imported.
     folder = os.environ.get("TFDS_DATA_DIR")
-    _import_unlisted_builder(tfds, name)
+    # Listing community data sets would access the network.
+    known = tfds.list_builders(with_community_datasets=False)
+    # A builder that TFDS ships but does not list before its import, such as GSM8K's.
+    base_name = name.partition("/")[0].partition(":")[0]
+    if base_name.isidentifier() and base_name not in known:
+        with contextlib.suppress(ImportError):  # the data set may still be prepared on disk
+            importlib.import_module(f"tensorflow_datasets.text.{base_name}.{base_name}")
     try:
         builder = tfds.builder(name, data_dir=folder)
         if not builder.is_prepared():
@@ -330,7 +325,7 @@ def _open_tfds_source(name: str, split: str, option: str) -> Any:
         raise UserError(
             f"{option}='tfds:{name}/{split}': TFDS has no data set {name!r}, and none is "
             f"prepared under {folder or _TFDS_DEFAULT_FOLDER} "
-            f"(TFDS_DATA_DIR).{did_you_mean(name, _list_builders(tfds))}"
+            f"(TFDS_DATA_DIR).{did_you_mean(name, known)}"
         ) from error
     except Exception as error:
         raise UserError(
@@ -353,18 +348,3 @@ def _prepare_tfds(tfds: ModuleType, name: str, folder: str | None) -> Any:
         if not builder.is_prepared():
             builder.download_and_prepare()
     return builder
-
-
-def _import_unlisted_builder(tfds: ModuleType, name: str) -> None:
-    """Import a builder that TFDS ships but does not list before its import, such as GSM8K's."""
-    base_name = name.partition("/")[0].partition(":")[0]
-    if base_name.isidentifier() and base_name not in _list_builders(tfds):
-        try:
-            importlib.import_module(f"tensorflow_datasets.text.{base_name}.{base_name}")
-        except ImportError:
-            pass  # not such a builder; the data set may still be prepared on disk
-
-
-def _list_builders(tfds: ModuleType) -> list[str]:
-    # Listing community data sets would access the network.
-    return tfds.list_builders(with_community_datasets=False)

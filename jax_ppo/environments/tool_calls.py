@@ -21,8 +21,8 @@ from typing import Any
 
 from jax_ppo.config import parsing, plugins
 from jax_ppo.config.rollout_options import MultiTurn
+from jax_ppo.data.chat_templates import function_schema
 from jax_ppo.data.files import unique_names
-from jax_ppo.data.row_formats import function_schema
 from jax_ppo.environments import sandbox
 from jax_ppo.environments.calculator import LONGEST, calculate
 from jax_ppo.environments.protocol import FAILURES

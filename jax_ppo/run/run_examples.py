@@ -9,16 +9,17 @@ from typing import Any
 
 from jax_ppo.config.rollout_options import MultiTurn
 from jax_ppo.config.schema import Config, Data
-from jax_ppo.data import prompt_shaping, sources
+from jax_ppo.data import sources
 from jax_ppo.data.chat_templates import ChatTemplate
 from jax_ppo.data.columns import Columns
-from jax_ppo.data.prompt_shaping import RowParser
+from jax_ppo.data.messages import PLACEHOLDER, shape_prompt
 from jax_ppo.data.response_rows import GivenResponses, RefusedRow, ResponseReader
+from jax_ppo.data.row_formats import parse_row
 from jax_ppo.data.tokenize_prompts import PromptDataset, PromptEncoding, tokenize_prompts
 from jax_ppo.data.tokenizer import count_ids
 from jax_ppo.environments.host import HostEnvironment
 from jax_ppo.environments.loading import make_environment
-from jax_ppo.errors import UserError, counted
+from jax_ppo.errors import UserError, counted, shorten
 from jax_ppo.models.hf.load import read_architecture
 from jax_ppo.models.hf.model_folders import resolve_model_folder
 from jax_ppo.reporting import console
@@ -45,25 +46,29 @@ def load_examples(
     Raises:
       UserError: a source does not exist, or has rows of an unknown form.
     """
-    parser = make_parser(data, response_key)
+    columns, template = _columns(data, response_key), read_template(data.prompt_template)
     chat_template(data)  # refuses wrong variables before anything is read
 
     def load(files: str, option: str, max_samples: int | None) -> list[Example]:
         if not files:
             return []
         examples = sources.read_examples(
-            files, columns=parser.columns, instruction=parser.instruction, seed=seed, option=option
-        )
-        examples = examples[:max_samples]
-        replaced = prompt_shaping.count_system_messages(examples, parser.system_prompt)
-        if replaced:
+            files, columns=columns, instruction=data.instruction, seed=seed, option=option
+        )[:max_samples]
+        first = [e.prompt[0] for e in examples if not isinstance(e.prompt, str)]
+        systems = [message["content"] for message in first if message["role"] == "system"]
+        replaced = sum(content != data.system_prompt for content in systems)
+        if replaced and data.system_prompt:
             log.warning(
                 "%s: config.data.system_prompt replaces the system messages of %d of %d prompts",
                 option,
                 replaced,
                 len(examples),
             )
-        return prompt_shaping.shape_prompts(examples, parser.system_prompt, parser.template, option)
+        return [
+            _shape(example, data, template, example.describe_location(row, option))
+            for row, example in enumerate(examples, 1)
+        ]
 
     if sources.source_weights(data.val_files, "config.data.val_files"):
         raise UserError(
@@ -74,23 +79,61 @@ def load_examples(
     return training, load(data.val_files, "config.data.val_files", data.val_max_samples)
 
 
-def make_parser(data: Data, response_key: str | None = None) -> RowParser:
-    """Return how rows become examples, by the options.
+def make_parser(
+    data: Data, response_key: str | None = None
+) -> Callable[[dict[str, Any], str], Example]:
+    """Return how a row, with its location, becomes an example.
 
     Reads `response_key` as `load_examples` does.
 
     Raises:
       UserError: the template cannot be read.
     """
+    columns, template = _columns(data, response_key), read_template(data.prompt_template)
+
+    def parse(row: dict[str, Any], location: str) -> Example:
+        example = parse_row(row, location, columns, data.instruction)
+        return _shape(example, data, template, location)
+
+    return parse
+
+
+def _shape(example: Example, data: Data, template: str, location: str) -> Example:
+    prompt = shape_prompt(example.prompt, data.system_prompt, template, location)
+    return dataclasses.replace(example, prompt=prompt)
+
+
+def _columns(data: Data, response_key: str | None) -> Columns:
     # PPO samples its responses: it reads no column of them.
-    columns = Columns(
+    return Columns(
         prompt=data.prompt_key,
         response=response_key or "",
         ground_truth=data.ground_truth_key,
         reads_responses=response_key is not None,
     )
-    template = prompt_shaping.read_template(data.prompt_template)
-    return RowParser(columns, data.instruction, data.system_prompt, template)
+
+
+def read_template(option: str) -> str:
+    """Return the text of `data.prompt_template`, read from its file if it is `@FILE`.
+
+    Raises:
+      UserError: there is no such file, or the text lacks the placeholder.
+    """
+    text = option
+    if option.startswith("@"):
+        path: Path = expand_local_path(option[1:], "config.data.prompt_template")
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"config.data.prompt_template={option!r}: cannot be read as text: {error}"
+            ) from error
+    if text and PLACEHOLDER not in text:
+        raise UserError(
+            f"config.data.prompt_template={shorten(option)!r}: expected text with {PLACEHOLDER}, "
+            "or @FILE with such text"
+        )
+    return text
 
 
 def chat_template(data: Data) -> ChatTemplate:
@@ -199,7 +242,7 @@ def read_given_responses(config: Config, workdir: Path) -> tuple[GivenResponses,
 
     reader = ResponseReader(
         tokenizer=tokenizer,
-        parse=make_parser(config.data, config.score.response_key).parse,
+        parse=make_parser(config.data, config.score.response_key),
         chat_template=chat_template(config.data),
         vocab_size=min(read_architecture(folder).vocab_size, count_ids(tokenizer)),
         max_prompt_length=config.data.max_prompt_length,

@@ -144,7 +144,10 @@ def test_calls_are_answered_in_order_and_a_turn_without_one_ends_the_dialogue(lo
     [
         ("<tool_call>{", "the call is not closed by </tool_call>"),
         ("<tool_call>{'name': 1}</tool_call>", "the call is not JSON: Expecting property name"),
-        ('<tool_call>{"name": "a", "name": "b"}</tool_call>', "two values of an object have the name"),
+        (
+            '<tool_call>{"name": "a", "name": "b"}</tool_call>',
+            "two values of an object have the name",
+        ),
         ("<tool_call>" + "[" * 10**5 + "</tool_call>", "the call is not JSON: maximum recursion"),
         ('<tool_call>{"name": "calculator"}</tool_call>', "expected an object with name and arg"),
         (

@@ -2,16 +2,15 @@
 
 import pytest
 
-from jax_ppo.data.prompt_shaping import read_template, shape_prompts
+from jax_ppo.data.messages import shape_prompt
 from jax_ppo.errors import UserError
-from jax_ppo.types import Example
+from jax_ppo.run.run_examples import read_template
 
 USER = {"role": "user", "content": "2+2? {x}"}
 
 
 def shape(prompt, system_prompt="", template=""):
-    (example,) = shape_prompts([Example(prompt, "mine")], system_prompt, template, "here")
-    return example.prompt
+    return shape_prompt(prompt, system_prompt, template, "here")
 
 
 def test_a_template_surrounds_the_last_message_or_the_text():
@@ -37,7 +36,7 @@ def test_a_system_message_replaces_the_chats_own():
 
 
 def test_a_plain_text_takes_no_system_message():
-    with pytest.raises(UserError, match="system_prompt='Be brief.'.*here, example 1 is plain"):
+    with pytest.raises(UserError, match="system_prompt='Be brief.'.*here is plain"):
         shape("Once upon", "Be brief.")
 
 
