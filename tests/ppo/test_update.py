@@ -219,6 +219,14 @@ def test_each_role_is_trained_with_its_own_optimizer_and_clip():
         )
 
 
+def test_each_role_rounds_what_it_stores_in_bfloat16_by_separate_random_numbers():
+    config = tiny.config(seed=7, critic__optim__param_dtype="bfloat16")
+    nets = tiny.networks(config)
+    actor, critic = (f(config, nets, None) for f in (tiny.actor_learner, tiny.critic_learner))
+    assert (actor.rounding_seed, critic.rounding_seed) == (0, 7)
+    assert actor.rounding_stream != critic.rounding_stream
+
+
 def zero_head(state):
     """Return the state with a critic that predicts 0, as at the start of a run."""
     if "critic" not in state.models:
