@@ -308,19 +308,6 @@ def _diagnose_prompt_only_critic(run: LastSteps) -> Iterator[str]:
         )
 
 
-@_diagnostic(steps=50)
-def _diagnose_clipped_gradients(run: LastSteps) -> Iterator[str]:
-    norm, limit = run["actor/grad_norm"].min(), run.options.actor.grad_clip
-    # Adam is invariant to a constant scale of the gradient; only extreme clipping matters.
-    if 0 < 10 * limit < norm:
-        yield (
-            f"the actor's gradient has been clipped to less than a tenth for {run.count} steps "
-            f"(norm {norm:.2g} or more, config.actor.grad_clip={limit:g}): the direction of single "
-            "batches decides; larger batches, config.algorithm.whiten_advantages or "
-            "config.reward.normalize may help"
-        )
-
-
 @_diagnostic(steps=20)
 def _diagnose_runaway_length(run: LastSteps) -> Iterator[str]:
     lengths, rewards = (
@@ -378,16 +365,9 @@ def _diagnose_padding(run: LastSteps) -> Iterator[str]:
     share = run["update/padding"].mean()
     remedy = "config.packing.enabled=True packs several samples into a row"
     if run.options.packing.enabled:
-        remedy = (
-            "fewer rows at once (config.actor.ppo_micro_batch_size_per_device), a row length that "
-            "samples fill (config.packing.row_length) or larger mini-batches "
-            "(config.actor.ppo_mini_batch_size) may help"
-        )
+        remedy = "a config.packing.row_length that samples fill may help"
     if share > 0.5:
-        yield (
-            f"{share:.0%} of what the actor's update computed over the {run.span} was "
-            f"padding: {remedy}"
-        )
+        yield f"{share:.0%} of the actor's update over the {run.span} was padding: {remedy}"
 
 
 @_diagnostic(steps=4)
