@@ -13,7 +13,6 @@ from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.chat_templates import encode_prompt
 from jax_ppo.data.columns import Columns, find_label
 from jax_ppo.data.messages import join_contents
-from jax_ppo.data.prompt_batches import bucket_width
 from jax_ppo.data.tokenize_prompts import encode_prompts
 from jax_ppo.environments.loading import describe_tools, load_environment_class
 from jax_ppo.errors import UserError, counted, printable_lines
@@ -27,7 +26,6 @@ _MAX_SHOWN = 5  # problems of one kind that are listed
 _MOST_IN_WORKERS = 64  # responses that a function, or a rule without a time bound, is tried on
 _NO_LIMIT = 2**31  # tokens of a prompt
 _REWARDS = ("function", "terms", "url", "model_path")  # options that say that there are rewards
-_BAR = 40  # characters of the longest bar of a histogram
 
 
 def check_data(config: Config, command: str = "") -> dict[str, Any]:
@@ -207,18 +205,16 @@ def _describe_rule(examples: Sequence[Example], options: Reward, not_run: str) -
 def _count_tokens(
     examples: Sequence[Example], tokenizer: Any, options: Data
 ) -> dict[str, Any] | None:
-    """Return quantiles of the prompts' lengths, a histogram, and the share that is too long."""
+    """Return quantiles of the prompts' lengths, and the share that is too long."""
     if tokenizer is None:
         return None
     template = chat_template(options)
     encoded = (encode_prompt(tokenizer, e.prompt, template, e.tools) for e in examples)
     lengths = np.array(list(map(len, encoded)))
     limit = options.max_prompt_length
-    buckets = collections.Counter(bucket_width(int(length), 10**9) for length in lengths)
     return {
         "mean": float(lengths.mean()),
         **{f"p{q}": int(np.percentile(lengths, q)) for q in (0, 50, 90, 99, 100)},
-        "histogram": {str(width): buckets[width] for width in sorted(buckets)},
         "limit": limit,
         "too_long": float((lengths > limit).mean()),
         "dropped": options.filter_overlong_prompts,
@@ -288,11 +284,21 @@ def _find_row_problems(data: Data, training: Sequence[Example], part: dict[str, 
 
 
 def _format_part(part: dict[str, Any]) -> list[str]:
+    rule, perfect = part["rule"], part["rule"]["perfect"]
+    own = f"{rule['tried']} tried, {rule['wrong']} wrong, {rule['failed']} not scored"
+    if rule["not_run"]:
+        own = f"not run: {rule['not_run']}"
+    answers = "not run"
+    if perfect["tried"]:
+        answers = f"{perfect['tried']} tried, {perfect['right']} right"
+    if perfect["impossible"]:
+        answers += f"; none can be made for {', '.join(perfect['impossible'])}"
     lines = [
         f"  rows {part['rows']}, of which {part['duplicates']} repeat another's prompt",
         f"  chats {part['chats']}, with a ground truth {part['with_ground_truth']}, with a "
         f"response {part['with_response']}, preferences {part['preferences']}",
-        *_format_rule(part["rule"]),
+        f"  own responses by their rule: {own}",
+        f"  perfect answers by their rule: {answers}",
         f"  data sources: {_format_counts(part['data_sources'])}",
         f"  columns besides the prompt: {_format_counts(part['columns'])}",
     ]
@@ -300,30 +306,13 @@ def _format_part(part: dict[str, Any]) -> list[str]:
     if tokens is None:
         return [*lines, "  tokens: not counted; config.model.path names no model"]
     fate = "dropped" if tokens["dropped"] else "truncated or refused"
-    lines += [
+    return [
+        *lines,
         f"  tokens of a prompt: mean {tokens['mean']:.1f}, median {tokens['p50']}, 90 % "
         f"{tokens['p90']}, 99 % {tokens['p99']}, longest {tokens['p100']}",
         f"  longer than config.data.max_prompt_length={tokens['limit']}: "
         f"{tokens['too_long']:.2%}, {fate}",
     ]
-    most = max(tokens["histogram"].values())
-    for width, count in tokens["histogram"].items():
-        lines.append(f"  up to {width:>6} {'#' * max(1, count * _BAR // most)} {count}")
-    return lines
-
-
-def _format_rule(rule: dict[str, Any]) -> list[str]:
-    """Return lines that say what the rule was run on, and on what it was not."""
-    own = f"not run: {rule['not_run']}"
-    if not rule["not_run"]:
-        own = f"{rule['tried']} tried, {rule['wrong']} wrong, {rule['failed']} not scored"
-    perfect = rule["perfect"]
-    answers = "not run"
-    if perfect["tried"]:
-        answers = f"{perfect['tried']} tried, {perfect['right']} right"
-    if perfect["impossible"]:
-        answers += f"; none can be made for {', '.join(perfect['impossible'])}"
-    return [f"  own responses by their rule: {own}", f"  perfect answers by their rule: {answers}"]
 
 
 def _format_counts(counts: dict[str, int]) -> str:
