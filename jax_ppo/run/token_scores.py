@@ -6,7 +6,6 @@ advantages, returns and whatever is normalized over a rollout over all of them a
 """
 
 import dataclasses
-import functools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ppo.config.schema import Algorithm, Config, replace_options
+from jax_ppo.config.schema import Config, replace_options
 from jax_ppo.data.prompt_batches import PromptBatch, make_batch
 from jax_ppo.data.response_rows import GivenResponses, ResponseRow
 from jax_ppo.errors import counted
@@ -36,7 +35,7 @@ from jax_ppo.run.standalone_evaluation import (
     with_exported_models,
 )
 from jax_ppo.run.token_files import FIGURES, Scores, write_results
-from jax_ppo.runtime import compiled_programs, distributed, heartbeat, meshes, placement, sharding
+from jax_ppo.runtime import distributed, heartbeat, meshes, placement, sharding
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Sequences, with_nan
 
@@ -55,14 +54,14 @@ def score_file(config: Config, workdir: Path) -> dict[str, Any]:
     for note in notes:
         console.print_on_main(f"note: {note}")
     mesh = meshes.make_mesh(config.mesh)
-    with jax.set_mesh(mesh), compiled_programs.count_compilations() as compiled:
+    with jax.set_mesh(mesh):
         given, refused, refusal = read_given_responses(config, workdir)
         notes += refusal
         rows = given.rows
         run = build_run(config, workdir, mesh, console.print_on_main, trains=False, given=given)
         state = load_models(run, checkpoint, ("actor", "critic"))
         with run.rules.running():
-            scores, late_programs = _score_rows(run, state, given, compiled)
+            scores = _score_rows(run, state, given)
     if scores.failures:
         notes.append(f"the reward function failed on {scores.failures} of {len(rows)} responses")
     if scores.incomplete:
@@ -78,21 +77,12 @@ def score_file(config: Config, workdir: Path) -> dict[str, Any]:
         "reward_mean": float(scores.scores.mean()),
         "rule_failures": scores.failures,
         "without_advantage": scores.incomplete,
-        "compiled_programs": compiled.programs,
-        "programs_after_first_batch": late_programs,
         "notes": notes,
     }
     if distributed.is_main():
         with heartbeat.activity("writing tokens"):
-            write_results(
-                dataclasses.asdict(config),
-                workdir,
-                run.tokenizer,
-                rows,
-                scores,
-                summary,
-                started,
-            )
+            options = dataclasses.asdict(config)
+            write_results(options, workdir, run.tokenizer, rows, scores, summary, started)
     console.print_on_main(
         f"scored {counted(len(rows), 'response')}, {summary['tokens']} tokens, in "
         f"{time.monotonic() - started:.1f} s: {workdir}/tokens.jsonl"
@@ -133,13 +123,11 @@ def _choose_models(config: Config, checkpoint: Path | None) -> tuple[Config, lis
     return replace_options(config, without_critic), notes
 
 
-def _score_rows(
-    run: PPORun, state: TrainState, given: GivenResponses, compiled: compiled_programs.Compilations
-) -> tuple[Scores, int]:
-    """Return the scores, and how many programs were compiled after the first batch."""
+def _score_rows(run: PPORun, state: TrainState, given: GivenResponses) -> Scores:
+    """Return the scores of all rows."""
     size = run.config.data.val_batch_size
     batches = []
-    programs = failures = 0
+    failures = 0
     answers: dict[int, str] = {}
     report = console.make_count_reporter("scoring", "response")
     for start in range(0, len(given), size):
@@ -150,11 +138,9 @@ def _score_rows(
         batches.append(_score_batch(run, state, given, batch))
         answers |= {start + row: text for row, text in batches[-1].pop("answers").items()}
         failures += batches[-1].pop("failures")
-        programs = programs or compiled.programs
         report(start + count, len(given))
-    late_programs = compiled.programs - programs
     joined = jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
-    return _estimate(run, state, given.rows, joined, answers, failures), late_programs
+    return _estimate(run, state, given.rows, joined, answers, failures)
 
 
 def _score_batch(
@@ -202,10 +188,12 @@ def _estimate(
         "value": outputs.values,
     }
     if outputs.ref_logprobs is not None:
-        placed = placement.place((outputs, actions), sharding.batch_rows(run.mesh, len(rows)))
-        columns["kl"] = placement.to_host(
-            _reference_kl(run.step_options.experience.algorithm, *placed)
+        estimate_kl = jax.jit(reward_shaping.reference_kl, static_argnums=0)
+        placed = placement.place(
+            (outputs.old_logprobs, outputs, actions), sharding.batch_rows(run.mesh, len(rows))
         )
+        kl = estimate_kl(run.step_options.experience.algorithm, *placed)
+        columns["kl"] = placement.to_host(kl)
     figures = {name: np.full(actions.shape, np.nan, np.float32) for name in FIGURES}
     for name, values in columns.items():
         if values is not None:
@@ -270,12 +258,6 @@ def _estimate_advantages(
     return {
         name: placement.to_host(values) for name, values in figures.items() if values is not None
     }
-
-
-@functools.partial(jax.jit, static_argnames=("algorithm",))
-def _reference_kl(algorithm: Algorithm, outputs: ForwardOutputs, actions: jax.Array) -> jax.Array:
-    assert outputs.old_logprobs is not None, "they have been computed"
-    return reward_shaping.reference_kl(algorithm, outputs.old_logprobs, outputs, actions)
 
 
 def _group_rows(estimator: str, n: int, rows: Sequence[ResponseRow]) -> np.ndarray:
