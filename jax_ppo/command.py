@@ -108,7 +108,8 @@ def prepared_run(
             work_directory.open_work_directory(workdir, console.print_on_main) as folder,
         ):
             model, chosen_dtype = devices.resolve_dtype_here(options.model)
-            [date, *_] = distributed.allgather_json(_run_date(options, folder, evaluates))
+            date = options.data.date or _run_date(options.model.path, folder, evaluates)
+            [date, *_] = distributed.allgather_json(date)
             resolved = replace_options(options, {"model": model, "data.date": date})
 
             def write_options() -> None:
@@ -132,17 +133,18 @@ def prepared_run(
         raise
 
 
-def _run_date(options: Config, folder: Path, evaluates: bool) -> str:
-    """Return `data.date`, or that of the first start of this, or the evaluated, run, or today's."""
+def _run_date(model_path: str, folder: Path, evaluates: bool) -> str:
+    """Return the date of the first start of this, or the evaluated, run; or today's."""
     from jax_ppo.runtime import work_directory
 
-    path = Path(options.model.path)
-    runs = (path, path.parent, path.parent.parent) if evaluates else (folder,)
-    has_run = not options.data.date and (evaluates or work_directory.has_checkpoints(folder))
-    for run in runs if has_run else ():
+    path = Path(model_path)
+    runs = [folder] if work_directory.has_checkpoints(folder) else []
+    if evaluates:
+        runs = [path, path.parent, path.parent.parent]
+    for run in runs:
         with contextlib.suppress(OSError, ValueError, KeyError):  # a model's has no `data`
             return str(json.loads((run / "config.json").read_text())["data"].get("date", ""))
-    return options.data.date or datetime.date.today().isoformat()
+    return datetime.date.today().isoformat()
 
 
 def _explain_write_error(error: OSError, folder: Path, workdir: str | Path) -> UserError | None:

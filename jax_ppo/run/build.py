@@ -11,15 +11,12 @@ import jax
 from jax.sharding import Mesh
 
 from jax_ppo.config import notes
-from jax_ppo.config.schema import Config, Reward, RolloutOptions
+from jax_ppo.config.rollout_options import MultiTurn
+from jax_ppo.config.schema import Config, Data, Reward, RolloutOptions
 from jax_ppo.data.response_rows import GivenResponses
 from jax_ppo.data.tokenize_prompts import PromptDataset
 from jax_ppo.environments.host import HostEnvironment
-from jax_ppo.environments.loading import (
-    describe_tools,
-    load_environment_class,
-    try_first_reset,
-)
+from jax_ppo.environments.loading import describe_tools, load_environment_class, try_first_reset
 from jax_ppo.errors import UserError, counted
 from jax_ppo.memory.decoding_slots import count_decoding_slots
 from jax_ppo.memory.memory_check import PPOMemory, validate_memory
@@ -98,7 +95,9 @@ def build_run(
         validate_memory(memory)
 
     # 3. Prompts as tokens, which fix the number of steps.
-    training, held_out, environment = _build_prompts(config, models, rows, given)
+    training, held_out, environment = _build_prompts(
+        config.data, config.rollout.multi_turn, models, rows, given
+    )
     total_steps = 0
     if trains:
         steps_per_epoch = batches_in_order(config.data, config.seed, training).steps_per_epoch
@@ -127,11 +126,7 @@ def build_run(
         reads_rollout=models.reward_inputs is None,
         held_out_sampling=held_out_sampling,
         sample_keys=SampleKeys(config.seed, mesh),
-        packer=make_packer(
-            config,
-            mesh,
-            has_critic=models.nets.critic is not None,
-        ),
+        packer=make_packer(config, mesh, has_critic=models.nets.critic is not None),
         rules=RuleScorer(
             mesh=mesh,
             tokenizer=models.tokenizer,
@@ -167,7 +162,10 @@ def _read_rows(
     if trains:
         for note in notes.train_notes(config):
             report(f"note: {note}")
-    _report_idle_offloads(roles, mesh, report)
+    offloads = [name for role in roles if role.is_used for name in role.offloads]
+    if offloads and mesh.devices.flat[0].platform == "cpu":
+        names = " and ".join(offloads)
+        report(f"note: {names}: saves nothing, as the memory of CPU devices is the host's")
     model_weight = reward_functions.model_weight(config.reward)
     # Rewards in the rows leave rules to evaluations; an environment's may be the only ones.
     ruled = [*(() if given is not None and given.has_rewards else examples), *held_out]
@@ -189,27 +187,27 @@ def _read_rows(
 
 
 def _build_prompts(
-    config: Config, models: RunModels, rows: _RunRows, given: GivenResponses | None
+    data: Data,
+    multi_turn: MultiTurn,
+    models: RunModels,
+    rows: _RunRows,
+    given: GivenResponses | None,
 ) -> tuple[PromptDataset, PromptDataset | None, HostEnvironment | None]:
     """Return training prompts or `given` responses, held-out prompts, and their environment."""
     with heartbeat.activity("tokenizing prompts"):
-        training, held_out = tokenize_run_prompts(
-            config.data,
-            models.tokenizer,
-            rows.examples if given is None else [],
-            rows.held_out,
-        )
+        sampled = rows.examples if given is None else []
+        training, held_out = tokenize_run_prompts(data, models.tokenizer, sampled, rows.held_out)
     if given is not None:
         training = given
     if rows.environment_class is None:
         return training, held_out, None
     return build_environment(
         rows.environment_class,
-        config.rollout.multi_turn,
+        multi_turn,
         models.tokenizer,
         training,
         held_out,
-        chat_template(config.data),
+        chat_template(data),
     )
 
 
@@ -228,14 +226,6 @@ def _build_engine(
         )
     params = policy_params(models.nets, states.shapes())
     return make_engine(engine_class, models.nets.actor, params, states.mesh, rollout_mesh)
-
-
-def _report_idle_offloads(roles: Sequence[RunRole], mesh: Mesh, report: Report) -> None:
-    """Report arrays in the memory of a host whose devices have no other."""
-    offloads = [name for role in roles if role.is_used for name in role.offloads]
-    if offloads and mesh.devices.flat[0].platform == "cpu":
-        names = " and ".join(offloads)
-        report(f"note: {names}: saves nothing, as the memory of CPU devices is the host's")
 
 
 def _resolve_rule(options: Reward, examples: list[Example]) -> RunRule:
@@ -273,7 +263,8 @@ def _report_size(run: PPORun, report: Report) -> None:
     # With adapters, the size of those alone.
     for name, tree in run.states.shapes().models.items():
         size = sum(leaf.size for leaf in jax.tree.leaves(tree))
-        names_by_size[_in_words(size)].append(name)
+        unit, word = (1e9, "billion") if size >= 999.5e6 else (1e6, "million")
+        names_by_size[f"{size / unit:.3g} {word}"].append(name)
     sizes = ", ".join(f"{size} ({', '.join(names)})" for size, names in names_by_size.items())
     batch_size = config.data.train_batch_size
     epochs = run.total_steps * batch_size / max(len(run.training), 1)
@@ -282,15 +273,6 @@ def _report_size(run: PPORun, report: Report) -> None:
         f"{counted(run.total_steps, 'step')} of {counted(batch_size, 'prompt')} x "
         f"{config.rollout.n} ({epochs:.3g} epochs); parameters: {sizes}"
     )
-
-
-def _in_words(number: int) -> str:
-    """Return a number of parameters with three digits, as in "7.62 billion"."""
-    if number < 999.5e6:
-        return f"{number / 1e6:.3g} million"
-    if number < 999.5e9:
-        return f"{number / 1e9:.3g} billion"
-    return f"{number / 1e12:.3g} trillion"
 
 
 def _sampling_options(

@@ -115,10 +115,17 @@ def run_life_cycle(
     chosen.
     """
     mesh = meshes.make_mesh(config.mesh, decoding=config.rollout.mesh.devices)
+    checkpointer = Checkpointer(
+        work_directory.checkpoint_directory(workdir),
+        max_to_keep=config.trainer.max_checkpoints,
+        best_metric=best_metric,
+        report=console.print_on_main,
+        before_save=functools.partial(work_directory.publish, workdir),
+    )
     with (
         jax.set_mesh(mesh),
         compiled_programs.count_compilations() as compiled,
-        open_checkpoints(config.trainer, workdir, best_metric) as checkpoints,
+        checkpointer as checkpoints,
     ):
         training = build(mesh)
         progress = find_progress(
@@ -168,17 +175,6 @@ def export_folders(options: Trainer, workdir: Path) -> tuple[Path, ...]:
     """Return the folders to which a run exports its models at its end; none without an export."""
     folders = (workdir, workdir / BEST) if options.export_best else (workdir,)
     return folders if options.export else ()
-
-
-def open_checkpoints(options: Trainer, workdir: Path, best_metric: str) -> Checkpointer:
-    """Open the run's checkpoints in `workdir`."""
-    return Checkpointer(
-        work_directory.checkpoint_directory(workdir),
-        max_to_keep=options.max_checkpoints,
-        best_metric=best_metric,
-        report=console.print_on_main,
-        before_save=functools.partial(work_directory.publish, workdir),
-    )
 
 
 @dataclasses.dataclass

@@ -101,10 +101,7 @@ class PPOTraining:
         )
 
     def load_state(self, checkpoints: Checkpointer, step: int) -> TrainState:
-        """Return the state to start from.
-
-        If the run makes its own small actor (no `model.path`), train that first.
-        """
+        """Return the state to start from."""
         run = self._run
         # A checkpoint holds what training changes; frozen models are read from their folders.
         trained = None

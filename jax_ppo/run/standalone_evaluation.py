@@ -97,23 +97,20 @@ def with_exported_models(model: Model, critic: Critic, has_critic: bool) -> tupl
     if not path and exported.is_dir() and has_critic:
         path = str(exported)
         # A critic trained alone has no actor beside it.
-        if all(peft.holds_adapters(x) for x in (exported, exported.with_name("adapter"))):
-            model = _with_exported_adapters(model)
+        adapter = exported.with_name("adapter")
+        if all(peft.holds_adapters(x) for x in (exported, adapter)):
+            described = read_json_object(adapter / peft.ADAPTER_CONFIG)
+            base = str(described.get("base_model_name_or_path"))
+            if revision := described.get("revision"):
+                base += f"@{revision}"
+            lora = LoraOptions(path=str(adapter))
+            model = dataclasses.replace(model, path=base, lora=lora)
     # Exported, it is a separate model, which knows the unit of its values.
     normalizes = critic.normalize_values or (Path(path) / VALUE_UNIT).exists()
     critic = dataclasses.replace(
         critic, path=path, shared_trunk=False, normalize_values=bool(path) and normalizes
     )
     return with_exported_actor(model), critic
-
-
-def _with_exported_adapters(model: Model) -> Model:
-    """Return the section with a run's adapters of the actor, on the base of the critic's, too."""
-    folder = Path(model.path) / "adapter"
-    described = read_json_object(folder / peft.ADAPTER_CONFIG)
-    base, revision = (described.get(name) for name in ("base_model_name_or_path", "revision"))
-    path = f"{base}@{revision}" if revision else str(base)
-    return dataclasses.replace(model, path=path, lora=LoraOptions(path=str(folder)))
 
 
 def read_run_options(checkpoint: Path) -> Config:

@@ -164,7 +164,15 @@ class SupervisedTraining:
             state, metrics = self._run_step(state, step, self._batches)
             self.position = self._batches.position
             journal.write_pending_report()  # of the step before, while this one is computed
-        journal.write_later(functools.partial(_write_metrics, journal, step + 1, metrics))
+
+        def write() -> None:
+            # This waits for the step. In the loop the next one has been dispatched before.
+            fetched = jax.device_get(metrics)
+            values = {f"train/{name}": float(with_nan(value)) for name, value in fetched.items()}
+            skipped = bool(values["train/skipped"])
+            journal.write_step(step + 1, values, tokens=values["train/tokens"], skipped=skipped)
+
+        journal.write_later(write)
         return state
 
     def evaluate(
@@ -279,16 +287,6 @@ class SupervisedTraining:
         # Sums of all batches over all units: batches of any size count by their content.
         units = sums.pop("units")
         return {name: sums[name] / units for name in self.task.objective.names}
-
-
-def _write_metrics(journal: Journal, step: int, on_mesh: dict[str, jax.Array]) -> None:
-    """Fetch and write the metrics of a step, numbered from 1."""
-    # This waits for the step. In the loop the next one has been dispatched before.
-    fetched = jax.device_get(on_mesh)
-    metrics = {f"train/{name}": float(with_nan(value)) for name, value in fetched.items()}
-    journal.write_step(
-        step, metrics, tokens=metrics["train/tokens"], skipped=bool(metrics["train/skipped"])
-    )
 
 
 def build_training(config: Config, task: Task, mesh: Mesh) -> SupervisedTraining:
