@@ -94,7 +94,7 @@ def override_options(
     """Override options by their dotted names; raise `UserError` unless all are then valid."""
     # Steps that override a file's options replace its epochs, which would have no effect.
     if overrides.get("trainer.total_training_steps"):
-        overrides = {**validation.default_values(["trainer.total_epochs"]), **overrides}
+        overrides = {**_defaults("trainer.total_epochs"), **overrides}
     # Types are validated below, with errors that name the option, unlike ml_collections'; and so
     # is a section in whose place the file has something else.
     with values.ignore_type(), contextlib.suppress(KeyError):
@@ -169,10 +169,13 @@ def _train_critic_alone(config: Config) -> Config:
     if not config.learns_from_files:
         return config
     # Each row has one response, and rows are taken as they are: none is drawn or selected.
-    names = ("data.train_files", "rollout.n", "rollout.keep")
-    further = ("rollout.max_staleness", "rollout.exact")
-    unread = (*names, *further, "algorithm.filter_groups.enable")
-    return replace_options(config, validation.default_values(unread))
+    rollout = ("rollout.n", "rollout.keep", "rollout.max_staleness", "rollout.exact")
+    unread = ("data.train_files", *rollout, "algorithm.filter_groups.enable")
+    return replace_options(config, _defaults(*unread))
+
+
+def _defaults(*names: str) -> dict[str, Any]:
+    return {name: options_by_name()[name].default for name in names}
 
 
 def find_option(name: str) -> Option:

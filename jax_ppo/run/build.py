@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from jax_ppo.config import notes
+from jax_ppo.config import validation
 from jax_ppo.config.rollout_options import MultiTurn
 from jax_ppo.config.schema import Config, Data, Reward, RolloutOptions
 from jax_ppo.data.response_rows import GivenResponses
@@ -160,7 +160,7 @@ def _read_rows(
         # Rules are resolved for one row of each source.
         examples = list({row.data_source: row for row in given.examples}.values())
     if trains:
-        for note in notes.train_notes(config):
+        for note in validation.train_notes(config):
             report(f"note: {note}")
     offloads = [name for role in roles if role.is_used for name in role.offloads]
     if offloads and mesh.devices.flat[0].platform == "cpu":
@@ -257,7 +257,7 @@ def _report_size(run: PPORun, report: Report) -> None:
     config = run.config
     trained = [role for role in run.states.roles if role.is_used and role.is_trained]
     optims = {role.name: role.trained_with.optim for role in trained}
-    for note in notes.note_long_warmups(run.total_steps, config.trainer.critic_warmup, optims):
+    for note in validation.note_long_warmups(run.total_steps, config.trainer.critic_warmup, optims):
         report(f"note: {note}")
     names_by_size = collections.defaultdict[str, list[str]](list)
     # With adapters, the size of those alone.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ppo.config import notes
+from jax_ppo.config import validation
 from jax_ppo.config.schema import Config
 from jax_ppo.data import prompt_batches, responses
 from jax_ppo.data.prompt_batches import PromptBatch
@@ -292,7 +292,7 @@ class SupervisedTraining:
 def build_training(config: Config, task: Task, mesh: Mesh) -> SupervisedTraining:
     """Build a run without weights; raise `UserError` if data, model or machine do not fit it."""
     # 1. Notes and data, before anything of the model is read.
-    for note in notes.note_unread_options(config, task.command):
+    for note in validation.note_unread_options(config, task.command):
         console.print_on_main(f"note: {note}")
     response_key = config.supervised.response_key
     training, held_out = load_examples(config.data, config.seed, response_key)
@@ -350,7 +350,7 @@ def build_training(config: Config, task: Task, mesh: Mesh) -> SupervisedTraining
         total_steps=life_cycle.count_steps(config.trainer, batches.steps_per_epoch),
     )
     optims = {"supervised": config.supervised.optim}
-    for note in notes.note_long_warmups(run.total_steps, 0, optims):
+    for note in validation.note_long_warmups(run.total_steps, 0, optims):
         console.print_on_main(f"note: {note}")
     coef = config.supervised.router_aux_loss_coef
     refuse_router_loss("config.supervised", coef, run.model)

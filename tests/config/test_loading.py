@@ -12,8 +12,8 @@ import sys
 import pytest
 
 from jax_ppo.config import command_line, loading, schema
-from jax_ppo.config.notes import train_notes
 from jax_ppo.config.option import option_value
+from jax_ppo.config.validation import train_notes
 from jax_ppo.errors import UserError
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 import tiny
-from jax_ppo.config import notes, schema, validation
+from jax_ppo.config import schema, validation
 from jax_ppo.errors import UserError
 
 OPTIONS = {option.name: option for option in schema.all_options()}
@@ -52,14 +52,14 @@ def test_an_option_of_another_command_is_noted_instead_of_required():
         model=schema.Model(path="x"),
     )
     with pytest.raises(UserError, match="max_length=64: there is no reward model"):
-        validation.validate_rules(without, "train")
-    validation.validate_rules(without, "sft")
-    first = next(notes.note_unread_options(without, "sft"))
+        validation.validate_config(without, "train")
+    validation.validate_config(without, "sft")
+    first = next(validation.note_unread_options(without, "sft"))
     assert "config.reward.max_length=64 is not read" in first
 
 
 def test_a_note_says_when_an_option_has_an_effect():
-    (note,) = notes.train_notes(tiny.config(reward__normalize_shift=False))
+    (note,) = validation.train_notes(tiny.config(reward__normalize_shift=False))
     assert note == (
         "config.reward.normalize_shift=False has no effect with the other options: it is read only "
         "if `reward.normalize` is running"

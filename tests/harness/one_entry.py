@@ -49,7 +49,7 @@ def offset(log_ratio):
 
 def main() -> None:
     """Validate, explain, translate and train with all three."""
-    from jax_ppo.config import loading, notes, reference
+    from jax_ppo.config import loading, reference, validation
     from jax_ppo.errors import UserError
     from jax_ppo.migrating.translation import translate
 
@@ -73,7 +73,7 @@ def main() -> None:
         "arithmetic", rollout__n=4, trainer__critic_warmup=0, actor__ppo_epochs=2, **chosen
     )
     assert several.actor.kl_loss_type == "offset"
-    assert any("policy_loss='tanh'" in note for note in notes.train_notes(several))
+    assert any("policy_loss='tanh'" in note for note in validation.train_notes(several))
     reference.print_options("train")
     train()
 

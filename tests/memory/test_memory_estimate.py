@@ -118,6 +118,7 @@ def test_arrays_that_stay_by_hand(plan):
     packing = 2 * 2 * 4 * 128 * 4  # sample and position of each token of two micro-batches
     for program in programs.values():
         memory = program.memory
+        assert memory.peak == sum(vars(memory).values())
         assert memory.parameters == ACTOR + CRITIC
         assert memory.optimizer == 2 * (ACTOR + CRITIC) + 2 * 4  # moments, and two counts
         assert memory.frozen == ACTOR  # the reference
@@ -159,10 +160,14 @@ def test_work_and_bytes_and_seconds_by_hand(plan):
     # On eight devices each has an eighth of the products.
     split = plan("h100:8", **SPLIT)
     assert [split[name].flops for name in expected] == [x[0] / 8 for x in expected.values()]
-    # Three slots take three rounds; partial rollouts draw as many tokens, from two batches' caches.
+    # Three slots take three rounds; partial rollouts, whose queue has two batches, as many a step.
     for changes, rounds, cache in (
         (dict(rollout__max_num_seqs=3), 3, CACHE * (3 * 18 + 3 * 8) // (8 * 18 + 8 * 8)),
-        (dict(rollout__max_staleness=2, algorithm__rollout_is="token"), 1, None),
+        (
+            dict(rollout__max_num_seqs=3, rollout__max_staleness=2, algorithm__rollout_is="token"),
+            3,
+            0,
+        ),
     ):
         sample = plan("v5e:1x1", **changes)["sample"]
         cache = cache or sample.memory.cache

@@ -11,7 +11,7 @@ import pytest
 import transformers
 
 import metrics_page
-from jax_ppo.config import command_line, loading, notes
+from jax_ppo.config import command_line, loading, validation
 from jax_ppo.data import sources
 from jax_ppo.errors import UserError
 from jax_ppo.run import supervised_loop, supervised_tasks
@@ -311,7 +311,7 @@ def test_what_ppo_alone_reads_is_noted():
     values = loading.default_config()
     values.data.train_files, values.model.path, values.actor.optim.lr = "x.jsonl", "llama", 1e-3
     values.trainer.log_samples = 0
-    assert list(notes.note_unread_options(loading.from_config_dict(values, "sft"), "sft")) == [
+    assert list(validation.note_unread_options(loading.from_config_dict(values, "sft"), "sft")) == [
         "config.actor.optim.lr=0.001 is not read: it belongs to jax_ppo.train",
         "config.trainer.log_samples=0 is not read: it belongs to jax_ppo.train",
     ]
@@ -319,8 +319,9 @@ def test_what_ppo_alone_reads_is_noted():
     values.data.train_files = "x.jsonl"
     values.model.path = "llama"
     values.supervised.response_key = "solution"
-    assert list(notes.note_unread_options(loading.from_config_dict(values, "sft"), "sft")) == []
+    config = loading.from_config_dict(values, "sft")
+    assert list(validation.note_unread_options(config, "sft")) == []
     note = "config.supervised.response_key='solution' is not read: it belongs to jax_ppo.sft"
     config = loading.from_config_dict(values, "reward_model")
-    assert list(notes.note_unread_options(config, "reward_model")) == [note]
-    assert notes.train_notes(loading.from_config_dict(values)) == [note]
+    assert list(validation.note_unread_options(config, "reward_model")) == [note]
+    assert validation.train_notes(loading.from_config_dict(values)) == [note]

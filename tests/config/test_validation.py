@@ -1,13 +1,13 @@
 """Notes about options that are permitted but may not be meant. Refusals are in test_loading.py."""
 
 import tiny
-from jax_ppo.config import notes, training_options
+from jax_ppo.config import training_options, validation
 
 
 def test_what_may_not_be_meant_is_noted():
-    assert notes.train_notes(tiny.config()) == []
+    assert validation.train_notes(tiny.config()) == []
     noted = " ".join(
-        notes.train_notes(
+        validation.train_notes(
             tiny.config(
                 algorithm__adv_estimator="grpo",
                 rollout__n=4,
@@ -33,19 +33,19 @@ def test_what_may_not_be_meant_is_noted():
 
 def test_turns_are_noted_where_no_environment_divides_responses():
     turns = {"algorithm__adv_estimator": "turn_gae", "algorithm__turn_lam": 0.9}
-    (noted,) = notes.train_notes(tiny.config(**turns))
+    (noted,) = validation.train_notes(tiny.config(**turns))
     assert "adv_estimator='turn_gae': every response is one turn" in noted
     environment = {"rollout__multi_turn__environment": "jax_ppo.environments.calculator:Calculator"}
-    assert notes.train_notes(tiny.config(**turns, **environment)) == []
-    (noted,) = notes.train_notes(tiny.config(algorithm__turn_gamma=0.9))
+    assert validation.train_notes(tiny.config(**turns, **environment)) == []
+    (noted,) = validation.train_notes(tiny.config(algorithm__turn_gamma=0.9))
     assert "turn_gamma=0.9 has no effect" in noted
 
 
 def test_an_option_of_normalized_rewards_is_noted_where_none_are():
     shift = {"reward__normalize_shift": False}
-    assert "normalize_shift=False" in " ".join(notes.train_notes(tiny.config(**shift)))
+    assert "normalize_shift=False" in " ".join(validation.train_notes(tiny.config(**shift)))
     normalized = tiny.config(reward__normalize="running", **shift)
-    assert "normalize_shift" not in " ".join(notes.train_notes(normalized))
+    assert "normalize_shift" not in " ".join(validation.train_notes(normalized))
 
 
 def test_a_warm_up_as_long_as_the_run_is_noted():
@@ -53,15 +53,15 @@ def test_a_warm_up_as_long_as_the_run_is_noted():
         section: training_options.Optim(lr=1e-3, lr_warmup_steps=steps)
         for section, steps in (("actor", 2), ("critic", 4))
     }
-    assert list(notes.note_long_warmups(5, 3, optims)) == []
-    [actor] = notes.note_long_warmups(4, 3, optims)
+    assert list(validation.note_long_warmups(5, 3, optims)) == []
+    [actor] = validation.note_long_warmups(4, 3, optims)
     assert actor.startswith(
         "config.actor.optim.lr_warmup_steps=2: in 1 step the learning rate only"
     )
-    never, critic = notes.note_long_warmups(3, 3, optims)
+    never, critic = validation.note_long_warmups(3, 3, optims)
     assert "the actor is never trained in 3 steps" in never and "in 3 steps" in critic
     optims = {"supervised": training_options.Optim(lr=1e-3, lr_warmup_steps=100)}
-    [supervised] = notes.note_long_warmups(5, 0, optims)
+    [supervised] = validation.note_long_warmups(5, 0, optims)
     assert supervised == (
         "config.supervised.optim.lr_warmup_steps=100: in 5 steps the learning rate only "
         "rises to 5e-05, not to lr=0.001"
@@ -71,7 +71,7 @@ def test_a_warm_up_as_long_as_the_run_is_noted():
 def test_adapters_that_an_external_engine_gets_merged_are_noted():
     adapters = {"model__lora__rank": 4}
     external = tiny.config(rollout__engine="transformers", **adapters)
-    assert "gets the adapters merged" in " ".join(notes.train_notes(external))
+    assert "gets the adapters merged" in " ".join(validation.train_notes(external))
     server = {"rollout__engine": "openai", "rollout__url": "http://127.0.0.1:8000"}
     for others in ({}, server):
-        assert "merged" not in " ".join(notes.train_notes(tiny.config(**adapters, **others)))
+        assert "merged" not in " ".join(validation.train_notes(tiny.config(**adapters, **others)))
