@@ -68,13 +68,13 @@ class Checkpointer:
         """Open a directory, creating it if necessary.
 
         Args:
-          directory: a path or a gs:// address, used by this run only.
+          directory: a path or an address, used by this run only.
           max_to_keep: how many of the newest checkpoints are kept, at least 1.
           best_metric: the checkpoint with the largest value of this metric is kept too, also across
             restarts.
           report: called on the main process with a line for each damaged checkpoint.
           before_save: called on the main process before each save, for what must not be older than
-            the checkpoint.
+            it.
           read_only: leave everything in the directory as it is: a run may be writing there.
         """
         self._directory = os.fspath(directory)
@@ -135,9 +135,7 @@ class Checkpointer:
         meta: dict,
         metrics: dict[str, float | None] | None = None,
     ) -> None:
-        """Copy the arrays and return; they are written in the background.
-
-        Saving a step twice does nothing.
+        """Copy the arrays and return; they are written in the background. Once for each step.
 
         Args:
           step: number of the checkpoint.
@@ -168,7 +166,15 @@ class Checkpointer:
         self.wait()
         num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
         self._saving = (step, num_bytes)
-        distributed.run_on_main(self._prepare_save)
+
+        def prepare() -> None:
+            # Checked beforehand, since tensorstore has no short error for a full disk.
+            if not self._is_remote:
+                what = f"the checkpoint of step {step}"
+                disk_space.require_free_space(Path(self._directory), num_bytes, what)
+            self._before_save()
+
+        distributed.run_on_main(prepare)
         # `force`: the caller decides when to save, not an interval of Orbax.
         with self._disk_errors():
             self._manager.save(step, args=ocp.args.Composite(**items), metrics=finite, force=True)
@@ -190,16 +196,15 @@ class Checkpointer:
     def restore(self, step: int, abstract: dict[str, Any]) -> Restored:
         """Read a checkpoint.
 
-        `abstract` says what to read: trees of `jax.ShapeDtypeStruct` with shardings, on any mesh. A
-        tree that is `None` is left out, and so are other trees of the checkpoint. Arrays are cast
-        to the dtype given here.
+        `abstract` has the trees to read, of `jax.ShapeDtypeStruct` with shardings on any mesh; one
+        that is `None` is left out. Arrays are cast to the dtype given here.
 
         Raises:
           FileNotFoundError: there is no such checkpoint.
           UserError: names or shapes differ, files are damaged, or another version wrote them.
         """
         self.wait()
-        # Validate files, names and shapes first: Orbax's own errors do not name what is wrong.
+        # Validate files, names and shapes first: Orbax's errors do not name what is wrong.
         wanted = {name: tree for name, tree in abstract.items() if tree is not None}
         saved_steps = self._manager.all_steps()
         if step not in saved_steps:
@@ -243,14 +248,6 @@ class Checkpointer:
         self.wait()
         self._manager.close()
 
-    def _prepare_save(self) -> None:
-        step, needed = self._saving
-        # Checked beforehand, since tensorstore has no short error for a full disk.
-        if not self._is_remote:
-            what = f"the checkpoint of step {step}"
-            disk_space.require_free_space(Path(self._directory), needed, what)
-        self._before_save()
-
     @contextlib.contextmanager
     def _disk_errors(self) -> Iterator[None]:
         """Raise `UserError` in the place of Orbax's errors if the disk is full."""
@@ -276,11 +273,7 @@ class Checkpointer:
             folder = f"{self._directory}/{step}"
             if step in self._intact_steps:
                 return
-            if self._is_remote:
-                damage = checksums.find_bucket_damage(folder)
-            else:
-                damage = checksums.find_damage(Path(folder))
-            if damage:
+            if damage := checksums.find_damage(folder):
                 raise UserError(f"checkpoint {folder} is damaged: {damage}")
 
         distributed.run_on_main(compare)
@@ -333,7 +326,7 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 def _is_worth_showing(record: logging.LogRecord) -> bool:
     """Return whether to show a log record of Orbax.
 
-    A full disk is reported by `Checkpointer`. Orbax's threads fail if the command ends before them,
+    `Checkpointer` reports a full disk itself. Orbax's threads fail if the command ends before them,
     after an error that has been reported. Directories of other runs are read only on purpose.
     """
     error = record.exc_info[1] if record.exc_info else None
@@ -344,10 +337,7 @@ def _is_worth_showing(record: logging.LogRecord) -> bool:
 
 
 def _show_unless_of_closed_loop(report: "sys.UnraisableHookArgs") -> None:
-    """Show an error that no caller can catch, unless it follows from a save that failed.
-
-    After the first error tensorstore reports here, from its threads, each array that was still
-    being written: that nothing waits for it any more.
-    """
+    """Show an error that no caller can catch, unless it follows from a save that failed."""
+    # tensorstore reports from its threads each array that was still being written.
     if str(report.exc_value) != "Event loop is closed":
         _show_uncaught(report)

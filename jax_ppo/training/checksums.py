@@ -76,11 +76,9 @@ def write_checksums(folder: Path) -> None:
     """Write the size and CRC-32 of every file below the folder to checksums.json in it."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        # zlib releases the interpreter lock: several files are read side by side.
-        checksums = pool.map(_file_checksum, paths)
         files = {
             path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "crc32": checksum}
-            for path, checksum in zip(paths, checksums, strict=True)
+            for path, checksum in zip(paths, pool.map(_file_checksum, paths), strict=True)
         }
     with (folder / CHECKSUMS).open("w") as file:
         json.dump(files, file, indent=1)
@@ -95,151 +93,88 @@ def write_bucket_checksums(address: str) -> None:
         name: {"bytes": file.size, "crc32c": file.version}
         for name, file in remote.list_files(address, "--workdir").items()
     }
-    filesystem = remote.open_filesystem(address)
-    filesystem.pipe_file(
+    remote.open_filesystem(address).pipe_file(
         f"{remote.bucket_path(address)}/{CHECKSUMS}", json.dumps(files, indent=1).encode()
     )
 
 
-def find_bucket_damage(address: str) -> str | None:
-    """Return what is wrong with a checkpoint in a bucket, as `find_damage` does."""
-    files = remote.list_files(address, "--workdir")
-    if CHECKSUMS not in files:
-        return f"{CHECKSUMS} is missing"
-    try:
-        filesystem = remote.open_filesystem(address)
-        expected = json.loads(filesystem.cat_file(files[CHECKSUMS].path))
-        sizes = {name: int(entry["bytes"]) for name, entry in expected.items()}
-        if wrong := _compare_sizes(sizes, {name: file.size for name, file in files.items()}):
-            return wrong
-        for name, entry in expected.items():
-            if files[name].version != entry["crc32c"]:
-                return f"the checksum of {name} differs"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return f"{CHECKSUMS} is unreadable"
-    return None
-
-
-def _compare_sizes(expected: dict[str, int], found: dict[str, int]) -> str | None:
-    """Return what existence and size of all files say, which cost no reading."""
-    if not expected:
-        return f"{CHECKSUMS} names no file"
-    for name, size in expected.items():
-        if name not in found:
-            return f"{name} is missing"
-        if found[name] != size:
-            return f"{name} has {found[name]} bytes instead of {size}"
-    return None
-
-
-def find_damage(folder: Path, *, small_files_only: bool = False) -> str | None:
+def find_damage(folder: str | Path, *, small_files_only: bool = False) -> str | None:
     """Return what is wrong with a checkpoint's files, or `None` if they are as they were written.
 
-    With `small_files_only`, checksums of small files alone are computed, and the sizes of all files
-    compared.
+    `folder` is a path or an address. With `small_files_only`, of local files the checksums of small
+    ones alone are computed, and the sizes of all compared.
     """
-    try:
-        entries = json.loads((folder / CHECKSUMS).read_text())
-        sizes = {name: int(entry["bytes"]) for name, entry in entries.items()}
-        checksums = {name: int(entry["crc32"]) for name, entry in entries.items()}
-    except FileNotFoundError:
+    if isinstance(folder, str) and remote.is_address(folder):
+        objects = remote.list_files(folder, "--workdir")
+        sizes = {name: file.size for name, file in objects.items()}
+        kind, root = "crc32c", remote.bucket_path(folder)
+        read = remote.open_filesystem(folder).cat_file
+    else:
+        objects, kind, root = {}, "crc32", str(folder)
+        files = [path for path in Path(root).rglob("*") if path.is_file()]
+        sizes = {path.relative_to(root).as_posix(): path.stat().st_size for path in files}
+        read = lambda path: Path(path).read_bytes()  # noqa: E731
+    if CHECKSUMS not in sizes:
         return f"{CHECKSUMS} is missing"
+    try:
+        entries = json.loads(read(f"{root}/{CHECKSUMS}"))
+        expected = {name: (int(entry["bytes"]), entry[kind]) for name, entry in entries.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{CHECKSUMS} is unreadable"
-    paths = {name: folder / name for name in sizes}
-    found = {name: path.stat().st_size for name, path in paths.items() if path.is_file()}
-    if wrong := _compare_sizes(sizes, found):
-        return wrong
-    if small_files_only:
-        paths = {name: path for name, path in paths.items() if sizes[name] <= _SMALL_FILE_BYTES}
+    if not expected:
+        return f"{CHECKSUMS} names no file"
+    for name, (size, _) in expected.items():
+        if name not in sizes:
+            return f"{name} is missing"
+        if sizes[name] != size:
+            return f"{name} has {sizes[name]} bytes instead of {size}"
+
+    def checksum(name: str) -> Any:
+        if name in objects:
+            return objects[name].version
+        if small_files_only and sizes[name] > _SMALL_FILE_BYTES:
+            return expected[name][1]
+        try:
+            return _file_checksum(Path(root, name))
+        except OSError:
+            return None
+
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-        for name, checksum in zip(paths, pool.map(_checksum_or_none, paths.values()), strict=True):
-            if checksum is None:
+        for name, found in zip(expected, pool.map(checksum, expected), strict=True):
+            if found is None:
                 return f"{name} is unreadable"
-            if checksum != checksums[name]:
+            if found != expected[name][1]:
                 return f"the checksum of {name} differs"
     return None
 
 
-class _Folders:
-    """The checkpoints in a local directory, by their paths."""
-
-    def __init__(self, directory: str) -> None:
-        self._directory = Path(directory)
-
-    def names(self) -> list[str]:
-        if not self._directory.is_dir():
-            return []
-        return [path.name for path in self._directory.iterdir()]
-
-    def find_damage(self, name: str, small_files_only: bool) -> str | None:
-        return find_damage(self._directory / name, small_files_only=small_files_only)
-
-    def remove(self, name: str) -> None:
-        shutil.rmtree(self._directory / name, ignore_errors=True)
-
-    def rename(self, name: str, new: str) -> None:
-        (self._directory / name).rename(self._directory / new)
-
-
-class _BucketFolders:
-    """The complete checkpoints in a bucket; Orbax removes the others."""
-
-    def __init__(self, directory: str) -> None:
-        self._directory = directory
-        self._filesystem = remote.open_filesystem(directory)
-
-    def names(self) -> list[str]:
-        files = remote.list_files(self._directory, "--workdir")
-        commit = ocp.path.atomicity.COMMIT_SUCCESS_FILE
-        folders = (name.removesuffix(f"/{commit}") for name in files if name.endswith(f"/{commit}"))
-        return [name for name in folders if "/" not in name]
-
-    def find_damage(self, name: str, small_files_only: bool) -> str | None:
-        del small_files_only  # no file is read
-        return find_bucket_damage(f"{self._directory}/{name}")
-
-    def remove(self, name: str) -> None:
-        root = remote.bucket_path(self._directory)
-        if self._filesystem.exists(f"{root}/{name}"):
-            self._filesystem.rm(f"{root}/{name}", recursive=True)
-
-    def rename(self, name: str, new: str) -> None:
-        root = remote.bucket_path(self._directory)
-        self._filesystem.mv(f"{root}/{name}", f"{root}/{new}", recursive=True)
-
-
-def set_damaged_aside(directory: str | os.PathLike, report: Callable[[str], None]) -> int | None:
+def set_damaged_aside(directory: str, report: Callable[[str], None]) -> int | None:
     """Rename damaged checkpoints; return the step of the newest intact one, if there is any.
 
     Only the newest intact checkpoint is read completely. Of older ones, which are the best of the
     run or spare, the sizes and the small files, which hold the metrics, are compared. `directory`
-    is a path or a gs:// address with a folder per step; `report` is called with a line for each
-    damaged checkpoint.
+    is a path or an address with a folder per step; `report` is called with a line for each damaged
+    checkpoint.
     """
-    directory = os.fspath(directory)
-    folders: _Folders | _BucketFolders = _Folders(directory)
-    if remote.is_address(directory):
-        folders = _BucketFolders(directory)
     newest = None
     # Folders are named by their step; anything else belongs to Orbax or to the user.
-    names = (name for name in folders.names() if name.isdecimal())
+    names = (name for name in _folder_names(directory) if name.isdecimal())
     steps = sorted((int(name) for name in names if str(int(name)) == name), reverse=True)
     for position, step in enumerate(steps):
         folder = f"{directory}/{step}"
-        damage = folders.find_damage(str(step), small_files_only=newest is not None)
+        damage = find_damage(folder, small_files_only=newest is not None)
         if damage is None:
             if newest is None:
                 newest = step
         elif newest is not None and damage.endswith("is missing"):
             # Old checkpoints are deleted file by file; the run was killed while it did so.
-            folders.remove(str(step))
+            _remove(folder)
             report(f"{folder} is incomplete ({damage}): removed")
         else:
             aside = f"{step}.damaged"
-            folders.remove(aside)
+            _remove(f"{directory}/{aside}")
             # Renamed and not deleted: the user may still recover something from it.
-            folders.rename(str(step), aside)
+            _rename(folder, f"{directory}/{aside}")
             line = f"checkpoint {folder} is damaged ({damage}): renamed to {aside}"
             if newest is None and position + 1 < len(steps):
                 line += f"; trying the one of step {steps[position + 1]}"
@@ -249,11 +184,31 @@ def set_damaged_aside(directory: str | os.PathLike, report: Callable[[str], None
     return newest
 
 
-def _checksum_or_none(path: Path) -> int | None:
-    try:
-        return _file_checksum(path)
-    except OSError:
-        return None
+def _folder_names(directory: str) -> list[str]:
+    """Return the names of what is in a directory; in a bucket, of complete checkpoints."""
+    if remote.is_address(directory):
+        # Orbax removes the others.
+        end = f"/{ocp.path.atomicity.COMMIT_SUCCESS_FILE}"
+        files = remote.list_files(directory, "--workdir")
+        return [x.removesuffix(end) for x in files if x.endswith(end) and x.count("/") == 1]
+    return os.listdir(directory) if os.path.isdir(directory) else []
+
+
+def _remove(folder: str) -> None:
+    if not remote.is_address(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    filesystem, path = remote.open_filesystem(folder), remote.bucket_path(folder)
+    if filesystem.exists(path):
+        filesystem.rm(path, recursive=True)
+
+
+def _rename(folder: str, new: str) -> None:
+    if not remote.is_address(folder):
+        os.rename(folder, new)
+        return
+    paths = map(remote.bucket_path, (folder, new))
+    remote.open_filesystem(folder).mv(*paths, recursive=True)
 
 
 def _file_checksum(path: Path) -> int:
