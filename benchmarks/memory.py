@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import programs
 
 from jax_ppo.kernels import logprobs
+from jax_ppo.kernels.vocabulary_chunks import LogitOptions
 
 MIB = 2**20
 ROW = 512  # tokens
@@ -29,17 +30,16 @@ def whole_logits(
     unembedding_VxD: jax.Array,
     targets_GxN: jax.Array,
     mask_GxN: jax.Array,
-    temperature: float,
+    options: LogitOptions,
     with_entropy: bool = True,
-    logit_softcap: float | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Compute the result of `kernels.logprobs.token_logprobs` from materialised logits."""
-    assert logit_softcap is None, "whole_logits does not support a logit softcap"
+    assert options.softcap is None, "whole_logits does not support a logit softcap"
     unembedding = unembedding_VxD.astype(hidden_GxNxD.dtype)
     logits_GxNxV = jnp.einsum(
         "gnd,vd->gnv", hidden_GxNxD, unembedding, preferred_element_type=jnp.float32
     )
-    all_GxNxV = jax.nn.log_softmax(logits_GxNxV / temperature)
+    all_GxNxV = jax.nn.log_softmax(logits_GxNxV / options.temperature)
     logprobs_GxN = jnp.take_along_axis(all_GxNxV, targets_GxN[..., None], axis=-1)[..., 0]
     entropy_GxN = -jnp.sum(jnp.exp(all_GxNxV) * all_GxNxV, axis=-1)
     masked_entropy_GxN = jnp.where(mask_GxN, entropy_GxN, 0.0) if with_entropy else None

@@ -29,7 +29,7 @@ from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.ppo import forward_passes, update
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.objectives import UpdateOptions
-from jax_ppo.ppo.reward_shaping import ExperienceOptions
+from jax_ppo.ppo.reward_shaping import EarnedRewards, ExperienceOptions
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.sampler.decode_loop import SamplingOptions, sampler_program
@@ -175,7 +175,7 @@ class Step:
         return sampler_program(self.decoder, options, split_rows)
 
     def state(self) -> TrainState:
-        return StateBuilder.from_config(self.config, self.nets, self.mesh).shapes()
+        return StateBuilder(self.config, self.nets, self.mesh).shapes()
 
     def decode_params(self):
         shapes = jax.eval_shape(self._to_decoding_form, self.state().actor)
@@ -204,23 +204,14 @@ class Step:
             action_mask=self.by_rows((self.samples, self.response), bool),
         )
 
-    def forward_programs(self, *arguments):
-        """Return the programs of the forward passes with their arguments."""
-        options = forward_passes.ForwardOptions.from_config(self.config)
-        return [
-            (forward_passes.forward_part, (options, self.nets, part, *arguments))
-            for part in options.parts
-        ]
-
     def experience(self) -> Experience:
         def build(state, sequences, sampled, packed_rows, rewards):
-            outputs = forward_passes.join_outputs(
-                [
-                    function(*arguments)
-                    for function, arguments in self.forward_programs(
-                        state, sequences, packed_rows, 1
-                    )
-                ]
+            outputs = forward_passes.run_forward_passes(
+                forward_passes.ForwardOptions.from_config(self.config),
+                self.nets,
+                state,
+                sequences,
+                (packed_rows, 1),
             )
             return estimate_experience(
                 ExperienceOptions.from_config(self.config),
@@ -228,8 +219,7 @@ class Step:
                 sequences,
                 sampled,
                 outputs,
-                rewards,
-                None,
+                EarnedRewards(rewards),
             )[0]
 
         packed_rows = jax.tree.map(
@@ -291,9 +281,15 @@ class Step:
             first = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=rows), batches.packing
             )
-            parts = self.forward_programs(
-                self.state(), self.sequences(), first, self.everywhere(np.int32(0))
-            )
+            options = forward_passes.ForwardOptions.from_config(self.config)
+            packed = (first, self.everywhere(np.int32(0)))
+            parts = [
+                (
+                    forward_passes.forward_part,
+                    (options, self.nets, part, self.state(), self.sequences(), packed),
+                )
+                for part in options.parts
+            ]
         else:
             by_role = update.update_arguments(
                 self.update_setup(),
@@ -423,8 +419,7 @@ class Step:
                     self.nets,
                     state,
                     sequences,
-                    packed_rows,
-                    batches.counts[0],
+                    (packed_rows, batches.counts[0]),
                 )
                 experience, _ = jax.block_until_ready(
                     estimate_experience(
@@ -433,8 +428,7 @@ class Step:
                         sequences,
                         rollout.logprobs,
                         outputs,
-                        jnp.zeros(self.samples),
-                        None,
+                        EarnedRewards(jnp.zeros(self.samples)),
                     )
                 )
                 scored = time.perf_counter()

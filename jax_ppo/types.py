@@ -44,13 +44,10 @@ class Example:
     ground_truth: str = ""  # the reference answer of the rule; "" if the rule needs none
     # Further columns of the row, passed to the reward function unchanged.
     extra_info: dict[str, Any] = dataclasses.field(default_factory=dict)
-    # A demonstration, or the preferred response of a pair; `None` if the row has none. PPO does not
-    # read it.
-    response: str | None = None
-    rejected: str | None = None  # the other response of a pair; `None` if the row has none
+    response: str | None = None  # a demonstration, or the preferred response of a pair
+    rejected: str | None = None  # the other response of a pair
     source: int = 0  # which of the sources of `data.train_files` the row is from, counted from 0
-    # Functions that the chat template describes, JSON schemas.
-    tools: tuple[dict[str, Any], ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()  # JSON schemas that the chat template describes
     # "FILE:LINE" or "SOURCE, row N", for messages; "" of a row that was not read.
     location: str = dataclasses.field(default="", compare=False)
 
@@ -65,8 +62,7 @@ class Prompts:
 
     tokens: Int32[Array, "B P"]  # each prompt starts at column 0
     lengths: Int32[Array, " B"]  # number of tokens, 1..P
-    # The row of the data that each prompt is from, by which an environment is reset; `None` without
-    # an environment.
+    # The row of the data that each prompt is from; `None` without an environment.
     rows: Int32[Array, " B"] | None = None
 
 
@@ -85,31 +81,23 @@ class Rollout:
     # Log-probability of each token under the distribution it was drawn from, before filters such as
     # top-p: log_softmax(logits / temperature). 0 past the length.
     logprobs: Float32[Array, "B T"]
-    # True if T tokens were drawn without an EOS; with an environment, if the dialogue had not ended
-    # by then.
-    truncated: Bool[Array, " B"]
-    # True on the response tokens that the policy chose. False past the length, and on tokens
-    # inserted by the environment, such as the output of a tool. Models read all tokens; losses,
-    # advantages and token metrics count only the actions.
+    truncated: Bool[Array, " B"]  # True if after T tokens no EOS had been drawn, no dialogue ended
+    # True on the response tokens that the policy chose, not an environment. Models read all tokens;
+    # losses, advantages and token metrics count only these.
     action_mask: Bool[Array, "B T"]
-    # One entry per decoder queue: the number of tokens that its slots could have drawn. `None` if
-    # the engine does not count them.
+    # Tokens that the slots of each decoder queue could have drawn; `None` if not counted.
     slot_steps: Int32[Array, " queues"] | None = None
-    # The rewards of an environment, each at the last token of its turn, which is an action; `None`
-    # without an environment.
+    # Of an environment, each at the last token of its turn, an action; `None` without one.
     turn_rewards: Float32[Array, "B T"] | None = None
-    # True on the first token of each turn, which is an action. An empty observation leaves no other
-    # trace. `None` without an environment.
+    # True on the first token of each turn, an action: an empty observation leaves no other trace.
     turn_starts: Bool[Array, "B T"] | None = None
-    # Figures of each dialogue by name; NaN where it has none. `None` if the environment reports
-    # none.
+    # Figures of each dialogue by name; NaN where it has none.
     environment_metrics: dict[str, Float32[Array, " B"]] | None = None
-    # The experts that each token of prompt and response, joined without a gap, passed through in
-    # each layer; the number of experts for tokens that were not run, such as the last one. `None`
-    # unless the sampling options request it.
+    # The experts that each token of prompt and response, joined, passed through in each layer; the
+    # number of experts for tokens that were not run. `None` unless the options request it.
     routed_experts: UInt[Array, "B S layers k"] | None = None
-    # The step that began with the weights that drew each token, or read it as an observation; 0
-    # past the length. `None` unless responses continue under newer weights.
+    # The step that began with the weights that drew each token; 0 past the length. `None` unless
+    # responses continue under newer weights.
     versions: Int32[Array, "B T"] | None = None
 
 
@@ -139,6 +127,10 @@ class Packing:
 
     sample: Int32[Array, "*leading R L"]  # index into the batch of samples, -1 in empty places
     position: Int32[Array, "*leading R L"]  # position in that sample's sequence, 0 in empty places
+
+
+# A packing [A, R, L], and how many of its A micro-batches hold tokens, int32 scalar.
+PackedRows = tuple[Packing, Array]
 
 
 @pytree
@@ -179,13 +171,11 @@ class Experience:
     # What each token earned, shaped, with the penalties that are part of the reward.
     rewards: Float32[Array, "B T"]
     advantages: Float32[Array, "B T"]  # whitened if configured
-    # Raw advantages + values, the critic's targets, normalized if its values are; `None` without a
-    # critic.
+    # Raw advantages + values, the critic's targets, normalized if its values are.
     returns: Float32[Array, "B T"] | None
-    # The tokens of samples in the losses whose values the critic learns; `None` for all that the
-    # policy chose.
+    # The tokens whose values the critic learns; `None` for all that the policy chose.
     value_mask: Bool[Array, "B T"] | None
-    # Weights of the policy loss for tokens sampled by another policy; `None` if all weights are 1.
+    # Weights of the policy loss for tokens that another policy sampled; `None`: all 1.
     importance: Float32[Array, "B T"] | None
     control: Control  # for the coming step
 

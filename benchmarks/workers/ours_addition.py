@@ -21,7 +21,7 @@ from jax_ppo.ppo import forward_passes
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.mini_batches import sample_lengths
 from jax_ppo.ppo.objectives import UpdateOptions
-from jax_ppo.ppo.reward_shaping import ExperienceOptions
+from jax_ppo.ppo.reward_shaping import EarnedRewards, ExperienceOptions
 from jax_ppo.ppo.update import UpdateSetup, update_state
 from jax_ppo.reporting import console
 from jax_ppo.run.build import build_run
@@ -122,7 +122,7 @@ class Training:
             run.nets,
             state,
             sequences,
-            *packed.forward,
+            packed.forward,
         )
         rewarded = run.rules.score(batch, rollout)
         experience, _ = estimate_experience(
@@ -131,8 +131,7 @@ class Training:
             sequences,
             rollout.logprobs,
             scores,
-            rewarded.scores,
-            None,
+            EarnedRewards(rewarded.scores),
         )
         setup = UpdateSetup(UpdateOptions.from_config(config), run.nets, run.total_steps)
         self.state, _ = update_state(setup, state, experience, packed.mini_batches)

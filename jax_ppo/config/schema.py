@@ -356,9 +356,6 @@ class Trainer:
     resume: bool = option(True,
         "resume from the newest checkpoint in the work directory; off: refuse a folder that has "
         "one")
-    resume_with_changed_data: bool = option(False,
-        "resume with a new epoch although the training rows or their order have changed; off: "
-        "refuse. Files that only moved have not changed")
     export: bool = option(True,
         "write the trained model as a Hugging Face folder at the end (WORKDIR/actor, adapter or "
         "reward_model)")

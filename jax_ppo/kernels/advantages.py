@@ -15,32 +15,29 @@ def gae(
     lam: float | Float[Array, ""],
     bootstrap_value: float | Float[Array, ""] = 0.0,
 ) -> tuple[Float[Array, " T"], Float[Array, " T"]]:
-    """Compute generalized advantage estimates and returns of one response.
+    """Compute generalized advantage estimates and returns of one response; `vmap` it over a batch.
 
         delta_t = r_t + gamma V_{t+1} - V_t
         A_t     = delta_t + gamma lam A_{t+1}
         G_t     = A_t + V_t
 
-    Schulman et al. 2016, arXiv 1506.02438, eq. 16. One sequence; `vmap` it over a batch.
-    lam = 1 is the discounted return minus the value: no bias from the critic, and the highest
-    variance. lam = 0 is the one-step error: all of the critic's bias, and the lowest variance.
+    Schulman et al. 2016, arXiv 1506.02438, eq. 16. With lam = 1 the critic adds no bias, and the
+    variance is highest; with lam = 0 all of its bias remains, and the variance is lowest.
 
     Args:
       rewards_T: r_t, the reward for emitting token t.
-      values_T: V_t, the value of the state in which token t is chosen, before it is emitted.
-      mask_T: 1 on the tokens that the policy chose; 0 on padding and on tokens that others wrote,
-        such as a tool's output, whose rewards and values may hold anything. t + 1 means the next
-        token with mask 1: estimates pass over a hole, which costs no factor of gamma or lam. A
-        reward where mask is 0 is ignored, so place what a tool's output earned on the token before.
+      values_T: V_t, the value of the state before token t is emitted.
+      mask_T: 1 on the tokens that the policy chose. Elsewhere, as on a tool's output, rewards and
+        values may hold anything and are ignored; t + 1 means the next token with mask 1, at no
+        factor of gamma or lam.
       gamma: discount per chosen token, in [0, 1]. An array holds the discount between each token
         and the next; a 0 ends an episode there.
       lam: in [0, 1].
-      bootstrap_value: V after the last token with mask 1, wherever in the row that is; 0 for a
-        response that ended.
+      bootstrap_value: V after the last token with mask 1; 0 for a response that ended.
 
     Returns:
-      (advantages_T, returns_T), float32, 0 where mask is 0. Advantages are raw. Whiten them
-      afterwards: returns computed from whitened advantages would estimate nothing.
+      (advantages_T, returns_T), float32, 0 where mask is 0. Whiten advantages only afterwards:
+      returns computed from whitened ones would estimate nothing.
     """
     assert rewards_T.ndim == 1, (
         f"gae takes one sequence, not an array of shape {rewards_T.shape}: vmap it"
@@ -85,22 +82,20 @@ def turn_gae(
     lam: float | Float[Array, ""],
     bootstrap_value: float | Float[Array, ""] = 0.0,
 ) -> tuple[Float[Array, " T"], Float[Array, " T"]]:
-    """Compute advantages and returns of the turns of one response.
-
-    `gae` whose steps are turns k: R_k is the sum of a turn's rewards, and V_k the value of the
-    state in which it begins, before its first token.
+    """Compute advantages and returns of the turns of one response: `gae` whose steps are turns k.
 
         delta_k = R_k + gamma V_{k+1} - V_k
         A_k     = delta_k + gamma lam A_{k+1}
 
+    R_k is the sum of a turn's rewards, V_k the value of the state before its first token: only
+    these values are read, so only these are the critic's to learn (VAGEN's `turn_level_gae`).
     Turn-PPO (Li et al. 2025, arXiv 2512.17008). Each token of a turn has its advantage: log pi of a
     turn is the sum over its tokens. Unbiased under the conditions of `gae`, however long the turns
-    are: lam^k counts turns. Only values V_k are read, so only these are the critic's to learn, as
-    in VAGEN's `turn_level_gae`.
+    are.
 
-    Arguments are as for `gae`, but gamma and lam count turns, within which nothing is discounted.
-    `starts_T` is 1 on the first token of each turn: the tokens that the policy chose from one start
-    to the next, even if nothing stands between two turns. Values are read at these tokens.
+    Arguments are as for `gae`, but gamma and lam count turns. `starts_T` is 1 on the first token of
+    each turn: the tokens that the policy chose from one start to the next, even if nothing stands
+    between two turns.
 
     Returns:
       (advantages_T, returns_T), as for `gae`; returns are 0 where `starts_T` is 0.
@@ -129,11 +124,10 @@ def bi_level_gae(
 
         delta_n = r_n + turn_gamma (V_{k+1} + turn_lam A_{k+1}) - V_{k,n},    A_{k,n} = delta_n
 
-    VAGEN (Wang et al. 2025, arXiv 2510.16907, Bi-Level GAE), whose reward of a turn stands on its
-    last token. With all four at 1 this is `gae`; with gamma = lam = 1 the first token of a turn has
-    the advantage of `turn_gae`. Credit from later turns decays by the turns between and by the
-    tokens to the end of its own turn, not by the tokens of other turns. Unbiased under the
-    conditions of `gae` if gamma is 1; otherwise values of turns and of tokens are discounted
+    VAGEN (Wang et al. 2025, arXiv 2510.16907, Bi-Level GAE). With all four at 1 this is `gae`;
+    with gamma = lam = 1 the first token of a turn has the advantage of `turn_gae`. Credit from
+    later turns decays by the turns between and by the tokens to the end of the token's turn.
+    Unbiased under the conditions of `gae` if gamma is 1; otherwise turns and tokens are discounted
     differently.
 
     Arguments are as for `turn_gae`; gamma and lam count the tokens of a turn, the others turns.
@@ -145,7 +139,7 @@ def bi_level_gae(
     ends_T = _ends_of_turns(mask_T, starts_T)
     earned_T = reward_to_go(rewards_T, mask_T, ~ends_T)
     _, returns_T = gae(earned_T, values_T, starts_T, turn_gamma, turn_lam, bootstrap_value)
-    # What a turn returns besides its own rewards: turn_gamma (V_{k+1} + turn_lam A_{k+1}).
+    # What a turn returns besides the rewards earned in it: turn_gamma (V_{k+1} + turn_lam A_{k+1}).
     later_T = _spread_over_turns(returns_T - jnp.where(starts_T, earned_T, 0.0), starts_T)
     rewards_T = zero_outside(rewards_T, mask_T) + jnp.where(ends_T, later_T, 0.0)
     return gae(rewards_T, values_T, mask_T, gamma * ~ends_T, lam)
@@ -168,17 +162,16 @@ def _spread_over_turns(x_T: jax.Array, starts_T: jax.Array) -> jax.Array:
 def length_adaptive_lam(
     action_counts: Integer[Array, " *shape"], alpha: float
 ) -> Float[Array, " *shape"]:
-    """Return lam = 1 - 1 / (alpha count), for the actor's advantages.
+    """Return lam = 1 - 1 / (alpha count), float32 in [0, 1], for the actor's advantages.
 
-    VAPO (Yue et al. 2025, arXiv 2504.05118). With a fixed lam, a score at the end of a response
-    decays like lam^count, whatever the count of its tokens. With this lam the weights lam^k of
-    the errors ahead sum to about alpha count, the same share of every response. The authors take
-    alpha = 0.05, where responses of up to 20 tokens get 0: one-step errors, all of the critic's
-    bias. The returns of this lam are not the critic's targets: those use a separate lam, 1 in the
-    paper (decoupled GAE).
+    VAPO (Yue et al. 2025, arXiv 2504.05118; alpha = 0.05). With a fixed lam, a score at the end of
+    a response decays like lam^count; with this one the weights lam^k of the errors ahead sum to
+    about alpha count, the same share of every response. Up to 1 / alpha tokens it is 0: one-step
+    errors, all of the critic's bias. The critic's targets take another lam, 1 in the paper
+    (decoupled GAE).
 
-    `action_counts` says how many tokens of each response the mask selects; 0 counts as 1. alpha is
-    > 0, and the result float32 in [0, 1].
+    `action_counts` says how many tokens of each response the mask selects; 0 counts as 1. alpha >
+    0.
     """
     counts = jnp.maximum(action_counts, 1).astype(jnp.float32)
     return jnp.clip(1.0 - 1.0 / (alpha * counts), 0.0, 1.0)
@@ -189,13 +182,10 @@ def reward_to_go(
     mask_T: Shaped[Array, " T"],
     gamma: float | Float[Array, ""] | Shaped[Array, " T"],
 ) -> Float[Array, " T"]:
-    """Return G_t = sum_k gamma^k r_{t+k} to the end of the response.
+    """Return G_t = sum_k gamma^k r_{t+k} to the end of the response, float32, 0 where mask is 0.
 
-    Equals `gae` at lam = 1 with all values 0. One sequence; `vmap` it over a batch. Unbiased and
-    without a critic, with the variance of all rewards to come.
-
-    Arguments are as for `gae`: k counts the tokens that the policy chose. The result is float32, 0
-    where mask is 0.
+    Equals `gae` at lam = 1 with all values 0, and takes its arguments: unbiased without a critic,
+    with the variance of all rewards to come.
     """
     return gae(rewards_T, jnp.zeros_like(rewards_T), mask_T, gamma, 1.0)[0]
 
@@ -224,13 +214,11 @@ def grpo(scores_B: Shaped[Array, " B"], n: int, by_std: bool) -> Float[Array, " 
         A_b =  s_b - mean of the group                                 Dr. GRPO
 
     DeepSeekMath (Shao et al. 2024, arXiv 2402.03300, section 4.1.2); Dr. GRPO (Liu et al. 2025,
-    arXiv 2503.20783). The standard deviation divides by n - 1, and the constant is verl's (TRL's
-    is 1e-4).
+    arXiv 2503.20783). The standard deviation divides by n - 1, and the constant is verl's.
 
-    Bias: the mean includes the sample's own score, which scales the expected gradient by
-    (n - 1) / n without changing its direction. Dividing by the group's standard deviation does
-    change it: prompts that are nearly always or nearly never solved weigh more than those in
-    between, and within a group the divisor depends on the sample itself.
+    Bias: the mean includes the sample's score, which scales the expected gradient by (n - 1) / n.
+    Dividing by the group's standard deviation changes its direction: prompts that are nearly always
+    or nearly never solved weigh more, and within a group the divisor depends on the sample itself.
 
     Args:
       scores_B: the score of each sample; the n samples of a prompt are adjacent.
@@ -252,36 +240,28 @@ def rloo(scores_B: Shaped[Array, " B"], n: int) -> Float[Array, " B"]:
     """Return A_b = s_b - mean of the n - 1 other samples of the prompt.
 
     REINFORCE leave-one-out (Kool et al. 2019; Ahmadian et al. 2024, arXiv 2402.14740). Unbiased:
-    the baseline does not depend on the sample. Equals (s_b - mean of all n) n / (n - 1).
-    Takes and returns the same as `grpo`.
+    the baseline does not depend on the sample. Takes and returns the same as `grpo`.
     """
     return (_deviations_from_group_mean(scores_B, n) * (n / (n - 1))).reshape(-1)
 
 
 def group_mean_baseline(scores_B: Shaped[Array, " B"], n: int) -> Float[Array, " B"]:
-    """Return A_b = s_b - mean of the group.
+    """Return A_b = s_b - mean of the group, as `grpo` without `by_std`.
 
-    REINFORCE++-baseline before whitening (Hu et al. 2025, arXiv 2501.03262).
-
-    Bias: the expected gradient is (n - 1) / n of the true one. Whitening over the whole rollout,
-    left to the caller, divides the advantages of every prompt by the same number. Unlike the
-    division in `grpo`, it weighs no prompt above another. Arguments and result are as in `grpo`
-    without `by_std`.
+    REINFORCE++-baseline before whitening (Hu et al. 2025, arXiv 2501.03262). Bias: the expected
+    gradient is (n - 1) / n of the true one. Whitening over the whole rollout, left to the caller,
+    divides the advantages of all prompts by one number, and weighs none above another.
     """
     return _deviations_from_group_mean(scores_B, n).reshape(-1)
 
 
 def _deviations_from_group_mean(scores_B: jax.Array, n: int) -> jax.Array:
     """Return the scores less the mean of their group, [B / n, n]."""
-    groups = _differences_in_groups(scores_B, n)
-    return groups - jnp.mean(groups, axis=1, keepdims=True)
-
-
-def _differences_in_groups(scores_B: jax.Array, n: int) -> jax.Array:
-    """Return the scores less the first of their group, [B / n, n]; equal ones are exactly 0."""
     assert scores_B.ndim == 1, scores_B.shape
     assert n > 1 and scores_B.shape[0] % n == 0, (
         f"{scores_B.shape[0]} scores cannot be divided into groups of {n} samples, at least 2"
     )
     groups = scores_B.astype(jnp.promote_types(scores_B.dtype, jnp.float32)).reshape(-1, n)
-    return groups - groups[:, :1]
+    # First less one of them: equal scores are exactly 0.
+    groups = groups - groups[:, :1]
+    return groups - jnp.mean(groups, axis=1, keepdims=True)

@@ -17,8 +17,9 @@ from jax_ppo.kernels.masked_statistics import (
     zero_outside,
 )
 
-# A function of the tokens' log-ratios, 0 where mask is 0, of the mask and of where turns start.
-LogWeight = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+# A function of the tokens' log-ratios, 0 where mask is 0, and of the mask.
+LogWeight = Callable[[jax.Array, jax.Array], jax.Array]
+Starts = Shaped[Array, " *batch T"] | None  # 1 on the first token of each turn
 
 
 def importance_weights(
@@ -29,25 +30,22 @@ def importance_weights(
     upper: float,
     lower: float = 0.0,
     masks: bool = False,
-    starts: Shaped[Array, " *batch T"] | None = None,
 ) -> Float[Array, " *batch T"]:
     """Return w = pi / mu for tokens that mu sampled, bounded.
 
         truncated   min(max(w, lower), upper)
         masked      w where lower <= w <= upper, 0 elsewhere
 
-    pi is the policy that PPO's ratio starts from. Multiplied by the clipped surrogate, whose ratio
-    remains that of the trained policy to pi, these weights give decoupled PPO (Hilton et al. 2022,
-    arXiv 2110.00641, eq. 5). Truncation is IMPALA's (Espeholt et al. 2018, arXiv 1802.01561, eq.
-    1). Masking per token is IcePop (Ling team 2025, arXiv 2510.18855: 0.5 and 5); per token or
-    response with an upper bound alone it is masked importance sampling (Liu et al. 2025,
+    pi is the policy that PPO's ratio starts from: with these weights on the clipped surrogate it is
+    decoupled PPO (Hilton et al. 2022, arXiv 2110.00641, eq. 5). Truncation is IMPALA's (Espeholt et
+    al. 2018, arXiv 1802.01561, eq. 1), masking per token IcePop (Ling team 2025, arXiv 2510.18855:
+    0.5 and 5); with an upper bound alone it is masked importance sampling (Liu et al. 2025,
     https://richardli.xyz/rl-collapse).
 
-    `registries.IMPORTANCE_WEIGHTS` names what the ratio is of. Only the ratio of whole responses,
-    unbounded, is unbiased. A bound changes the objective: with weights of responses, it
-    becomes that of the scores times (bounded w) / w. So a mask leaves out what it masks and keeps
-    the rest unbiased; truncation takes weight from what mu draws too rarely, and a lower bound
-    gives weight to what pi hardly draws.
+    `registries.IMPORTANCE_WEIGHTS` names what the ratio is of. Only that of whole responses,
+    unbounded, is unbiased. A bound changes the objective to that of the scores times (bounded w) /
+    w: a mask keeps the rest unbiased, an upper bound takes weight from what mu draws too rarely,
+    and a lower bound gives weight to what pi hardly draws.
 
     Args:
       logprobs: log-probabilities under pi, one response per row.
@@ -57,18 +55,14 @@ def importance_weights(
       upper: at least 1.
       lower: in [0, 1).
       masks: mask instead of truncating.
-      starts: 1 on the first token of each turn; unset: turns are chosen tokens that nothing
-        interrupts.
 
     Returns:
       float32 in [0, upper]; 0 where mask is 0. A constant: no gradient flows through it.
     """
     assert_one_shape(logprobs=logprobs, sampled_logprobs=sampled_logprobs, mask=mask)
     log_ratios = zero_outside(logprobs, mask) - zero_outside(sampled_logprobs, mask)
-    if starts is None:
-        starts = starts_of_turns(mask)
     # exp may overflow to infinity, which the bounds cut off.
-    weights = jnp.exp(log_weight(log_ratios, mask, starts))
+    weights = jnp.exp(log_weight(log_ratios, mask))
     if masks:
         weights = jnp.where((weights >= lower) & (weights <= upper), weights, 0.0)
     else:
@@ -76,39 +70,43 @@ def importance_weights(
     return jax.lax.stop_gradient(zero_outside(weights, mask))
 
 
-# What a weight is the ratio of.
+# What a weight is the ratio of. Only `turn_log_ratio` reads where turns start.
 
 
-def unweighted(log_ratios: jax.Array, mask: jax.Array, starts: jax.Array) -> jax.Array:
+def unweighted(log_ratios: jax.Array, mask: jax.Array, starts: Starts = None) -> jax.Array:
     """Return 0: all weights are 1."""
     return jnp.zeros_like(log_ratios)
 
 
-def token_log_ratio(log_ratios: jax.Array, mask: jax.Array, starts: jax.Array) -> jax.Array:
+def token_log_ratio(log_ratios: jax.Array, mask: jax.Array, starts: Starts = None) -> jax.Array:
     """Return each token's log-ratio. Biased: the preceding tokens are still mu's."""
     return log_ratios
 
 
-def sequence_log_ratio(log_ratios: jax.Array, mask: jax.Array, starts: jax.Array) -> jax.Array:
+def sequence_log_ratio(log_ratios: jax.Array, mask: jax.Array, starts: Starts = None) -> jax.Array:
     """Return the sum over the response: the log of the product, whose variance grows with T."""
     return jnp.broadcast_to(log_ratios.sum(-1, keepdims=True), mask.shape)
 
 
-def sequence_mean_log_ratio(log_ratios: jax.Array, mask: jax.Array, starts: jax.Array) -> jax.Array:
+def sequence_mean_log_ratio(
+    log_ratios: jax.Array, mask: jax.Array, starts: Starts = None
+) -> jax.Array:
     """Return the mean over the response: the log of the geometric mean.
 
     Biased like the ratio of GSPO (arXiv 2507.18071), but of the same size for all lengths, so that
     narrow bounds reject responses as a whole.
     """
     counts = jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1)
-    return sequence_log_ratio(log_ratios, mask, starts) / counts
+    return sequence_log_ratio(log_ratios, mask) / counts
 
 
-def turn_log_ratio(log_ratios: jax.Array, mask: jax.Array, starts: jax.Array) -> jax.Array:
+def turn_log_ratio(log_ratios: jax.Array, mask: jax.Array, starts: Starts = None) -> jax.Array:
     """Return the sum over the token's turn: the chosen tokens from one start to the next.
 
     Biased like that of a token, by the preceding turns, with a variance between the two others.
+    Without `starts`, turns are chosen tokens that nothing interrupts.
     """
+    starts = starts_of_turns(mask) if starts is None else starts
     # Tokens between turns have the number of the turn before, and log-ratios of 0.
     turns = jnp.cumsum(starts, axis=-1)
     length = mask.shape[-1]
@@ -148,16 +146,11 @@ def mismatch(
         prob_correlation        Pearson correlation of p and q, in [-1, 1]
 
     Differences of probabilities barely reflect tokens of small probability, where two programs
-    differ most in d; the other metrics do, and a single token can dominate them. The correlation
-    is undefined where all p or all q are equal (or too small for float32 to distinguish): it is
-    then 1 if p = q throughout, and 0 otherwise.
+    differ most in d; a single token can dominate the other metrics. Where all p or all q are equal,
+    the correlation is 1 if p = q throughout, and 0 otherwise.
 
-    Both log-probs, finite where mask = 1, are at the same temperature. The mask is 1 on the tokens
-    that the policy chose and that count, in any pattern.
-
-    Returns:
-      float32 scalars, constants to differentiation. For an empty mask all are 0, except a
-      correlation of 1.
+    Both log-probs, finite where mask = 1, are at the same temperature. Returns float32 scalars,
+    constants to differentiation; for an empty mask 0, and a correlation of 1.
     """
     assert_one_shape(logprobs=logprobs, sampled_logprobs=sampled_logprobs, mask=mask)
     # Metrics only: no gradient may reach the loss through them.

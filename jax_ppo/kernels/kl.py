@@ -28,10 +28,11 @@ def kl_estimate(
     """Return a per-token estimate of KL(actor || reference) in nats.
 
     Estimators are functions of d = log actor(token) - log reference(token). k1, k2 and k3 are
-    Schulman's (http://joschu.net/blog/kl-approx.html), abs (`absolute`) and k3+ (`k3_plus`)
-    verl's, and clamped AlpacaFarm's (Dubois et al. 2023, arXiv 2305.14387). The bias depends on the
-    use: as an ESTIMATE in rewards and metrics, or as a LOSS differentiated through `logprobs`
-    (arXiv 2510.01555). Both tables hold for tokens sampled from the actor itself.
+    Schulman's (http://joschu.net/blog/kl-approx.html), abs (`absolute`) and k3+ (`k3_plus`) verl's,
+    and clamped AlpacaFarm's (Dubois et al. 2023, arXiv 2305.14387). The bias depends on the use: as
+    an ESTIMATE in rewards and metrics, or as a LOSS differentiated through `logprobs` (arXiv
+    2510.01555). Both tables hold for tokens sampled from the actor itself; for those of an older
+    policy none is unbiased without importance weights.
 
         name     value            as an estimate of KL(actor || reference)
         k1       d                unbiased, any sign, high variance
@@ -49,22 +50,15 @@ def kl_estimate(
         k3+      that of k2: of KL(actor || reference), unbiased
         clamped  of sum max(actor - reference, 0) (1 total variation)
 
-    So k3 as a loss is a different regularizer from k2, and k3+ reports k3 but pushes like k2.
-    "clamped" penalizes tokens made MORE likely than under the reference and does not reward those
-    made less likely. For tokens of an older policy none is unbiased without importance weights.
-
     The second table treats the preceding tokens as fixed: no loss blames a token for leading to
-    where the KL is larger. A reward does. k1 in the reward with gamma = 1 is the one unbiased way
-    to the KL of whole responses, and with gamma = 0 it pushes like k2 in the loss. But no gradient
-    flows through a reward's own value. In a reward, the other estimators push with the gradient of
-    their expectation MINUS that of the second table: of KL(actor || reference) -
-    KL(reference || actor) for k3. These cancel near the reference, so that k3 (and k2) in the
-    reward hardly restrain a policy that is close to it; there, "abs" penalizes tokens that are
-    already suppressed.
+    where the KL is larger. A reward does: k1 in the reward with gamma = 1 is the one unbiased way
+    to the KL of whole responses. But no gradient flows through the value of a reward: in a reward,
+    the other estimators push with the gradient of their expectation MINUS that of the second table,
+    which cancel near the reference, so that k3 and k2 hardly restrain a policy that is close to it.
 
     Only the values of k3 and k3+ are clamped, like verl's `low_var_kl`: d to +-20 before the
-    exponential, which could overflow, and the result to +-10, for both signs of d. A clamped token
-    is underestimated; k3 has no gradient there, and k3+ keeps that of k2.
+    exponential, and the result to +-10. A clamped token is underestimated; k3 has no gradient
+    there.
 
     Args:
       logprobs: log-probabilities <= 0 of the sampled tokens under the actor.
@@ -73,8 +67,7 @@ def kl_estimate(
       estimator: a function of d, which is 0 where mask is 0.
 
     Returns:
-      float32; 0 where mask is 0, and exactly 0 where logprobs and ref_logprobs are equal up to
-      rounding.
+      float32; 0 where mask is 0, and exactly 0 where logprobs == ref_logprobs.
     """
     assert_one_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, mask=mask)
     log_ratio = difference_beyond_rounding(
@@ -130,17 +123,15 @@ def adaptive_kl_coef(
         error = clip(current / target - 1, -c, c)
         coef' = coef * (1 + error * batch_size / horizon)
 
-    Ziegler et al. 2019 (arXiv 1909.08593, section 2.2). The paper's gain K is written
-    batch_size / horizon, both counted in samples, as in the authors' code (horizon 10,000). An
-    error that stays at the clip c changes the coefficient by a factor of about exp(+-c) every
-    `horizon` samples. The coefficient stays positive while c batch_size < horizon.
+    Ziegler et al. 2019 (arXiv 1909.08593, section 2.2), as in the authors' code (horizon 10,000):
+    an error that stays at the clip c changes the coefficient by about exp(+-c) every `horizon`
+    samples. It stays positive while c batch_size < horizon.
 
     Args:
       coef: the present coefficient.
       current_kl: in nats, summed over a response and averaged over samples, or averaged over
         tokens.
-      target_kl: > 0, in the same unit: 6 per response in the paper, 0.1 per token in verl. Mixing
-        the two is wrong by the length of a response.
+      target_kl: > 0, in the same unit: 6 per response in the paper, 0.1 per token in verl.
       horizon: in samples.
       batch_size: samples since the last step of the controller.
       clip: c; 0.2 in the paper.

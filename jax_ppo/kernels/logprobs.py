@@ -17,13 +17,10 @@ from jaxtyping import Array, Float, Float32, Integer, Shaped
 
 from jax_ppo.kernels.masked_statistics import zero_outside
 from jax_ppo.kernels.vocabulary_chunks import (
-    NOT_SPLIT,
-    ChunkOptions,
+    LogitOptions,
     MaskedChunks,
-    UnembeddingLayout,
     assert_widths,
     chunk_logits,
-    default_chunk_size,
     hidden_and_weight_grad,
 )
 
@@ -33,12 +30,8 @@ def token_logprobs(
     unembedding_VxD: Float[Array, " V D"],
     targets_GxN: Integer[Array, " G N"],
     mask_GxN: Shaped[Array, " G N"],
-    temperature: float,
-    chunk_size: int | None = None,
+    options: LogitOptions,
     with_entropy: bool = True,
-    logit_softcap: float | None = None,
-    layout: UnembeddingLayout = NOT_SPLIT,
-    num_ids: int | None = None,
 ) -> tuple[Float32[Array, " G N"], Float32[Array, " G N"] | None]:
     """Return log p(target) and the entropy of p, where p = softmax(logits / temperature).
 
@@ -47,7 +40,7 @@ def token_logprobs(
     The positions where mask = 1 are moved to the front of each group, and only as many chunks are
     computed as the fullest group needs: the cost follows the mask, while one compiled program
     serves all masks. The largest temporaries are a few arrays of [G, chunk_size, V]. Values depend
-    on chunk_size and on the rest of the mask through rounding only.
+    on the chunk size and on the rest of the mask through rounding only.
 
     With z = logits / temperature and H the entropy, the gradient is
 
@@ -55,10 +48,10 @@ def token_logprobs(
 
     and through a soft cap d logits_v / d (hidden @ unembedding.T)_v = 1 - (logits_v / c)^2.
 
-    Its matrix products are in the dtype of `hidden` with float32 sums, including the sum of the
-    unembedding gradient over chunks. That sum is kept per group until the last chunk, so that
-    groups on several devices exchange it once. The temperature receives no gradient. An entropy
-    that no loss is differentiated through costs nothing in the backward pass.
+    Its matrix products are in the dtype of `hidden` with float32 sums. The sum of the unembedding
+    gradient over chunks is kept per group until the last chunk, so that groups on several devices
+    exchange it once. An entropy that no loss is differentiated through costs nothing in the
+    backward pass.
 
     Args:
       hidden_GxNxD: last hidden states, in the dtype of the matrix products (logits are always
@@ -67,12 +60,8 @@ def token_logprobs(
       targets_GxN: token ids in [0, V) where mask = 1.
       mask_GxN: 1 where a log-prob is computed, in any pattern. Elsewhere hidden states and targets
         may hold anything, NaN included.
-      temperature: > 0, the sampling temperature of the tokens.
-      chunk_size: positions of each group per chunk; `default_chunk_size` if None.
+      options: of the logits, which receive no gradient.
       with_entropy: whether to compute the entropy.
-      logit_softcap: c > 0, or None for no soft cap.
-      layout: how an unembedding that is split over devices is gathered.
-      num_ids: ids from here on are never drawn, and p is 0; `None`: all V can be.
 
     Returns:
       (logprobs_GxN <= 0, entropy_GxN in [0, log V]), float32, in nats, 0 where mask = 0. The
@@ -81,12 +70,9 @@ def token_logprobs(
     assert_widths(hidden_GxNxD, unembedding_VxD)
     shapes = (hidden_GxNxD.shape[:2], targets_GxN.shape, mask_GxN.shape)
     assert len(set(shapes)) == 1, f"hidden, targets, mask differ in [G, N]: {shapes}"
-    assert chunk_size is None or chunk_size > 0, chunk_size
-    chunk_size = chunk_size or default_chunk_size(unembedding_VxD.shape[0])
-    size = min(chunk_size, hidden_GxNxD.shape[1])
     logprobs, entropy = _token_logprobs(
         (hidden_GxNxD, unembedding_VxD, targets_GxN, mask_GxN.astype(bool)),
-        ChunkOptions(temperature, size, logit_softcap, layout, num_ids),
+        options.chunked(hidden_GxNxD.shape[1], unembedding_VxD.shape[0]),
         with_entropy,
     )
     return logprobs, entropy if with_entropy else None
@@ -98,17 +84,17 @@ _Inputs = tuple[Any, ...]
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _token_logprobs(
-    inputs: _Inputs, options: ChunkOptions, with_entropy: bool
+    inputs: _Inputs, options: LogitOptions, with_entropy: bool
 ) -> tuple[jax.Array, jax.Array]:
     return _forward(inputs, options, with_entropy)[:2]
 
 
 def _forward(
-    inputs: _Inputs, options: ChunkOptions, with_entropy: bool
+    inputs: _Inputs, options: LogitOptions, with_entropy: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return log p(target), entropy (0 unless `with_entropy`) and logsumexp z, each [G, N]."""
     hidden, unembedding, targets, mask = inputs
-    chunks = MaskedChunks(mask, options.size)
+    chunks = MaskedChunks(mask, options.chunk_size)
     weight = options.layout.gather(unembedding.astype(hidden.dtype))
 
     def process_chunk(i: jax.Array, buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -140,7 +126,7 @@ def _forward(
 
 
 def _forward_and_residuals(
-    inputs: _Inputs, options: ChunkOptions, with_entropy: bool
+    inputs: _Inputs, options: LogitOptions, with_entropy: bool
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
     # With symbolic zeros, jax wraps each differentiable argument in an object with its `.value`.
     inputs = tuple(x.value for x in inputs)
@@ -149,15 +135,18 @@ def _forward_and_residuals(
 
 
 def _backward(
-    options: ChunkOptions,
+    options: LogitOptions,
     with_entropy: bool,
     residuals: tuple[jax.Array, ...],
     cotangents: tuple[Any, Any],
 ) -> tuple[_Inputs]:
     hidden, unembedding, targets, mask, entropy, logsumexp = residuals
     # A loss without an entropy bonus has no cotangent for it: that term is then left out.
-    logprobs_grad, entropy_grad = (_masked_cotangent(x, mask) for x in cotangents)
-    chunks = MaskedChunks(mask, options.size)
+    logprobs_grad, entropy_grad = (
+        None if isinstance(x, jax.custom_derivatives.SymbolicZero) else zero_outside(x, mask)
+        for x in cotangents
+    )
+    chunks = MaskedChunks(mask, options.chunk_size)
     V = len(unembedding)
 
     def logits_grad(i: jax.Array, logits: jax.Array) -> jax.Array:
@@ -178,10 +167,3 @@ def _backward(
 
 
 _token_logprobs.defvjp(_forward_and_residuals, _backward, symbolic_zeros=True)
-
-
-def _masked_cotangent(cotangent: Any, mask: jax.Array) -> jax.Array | None:
-    """Return the cotangent, 0 outside the mask; None if nothing is differentiated through it."""
-    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-        return None
-    return zero_outside(cotangent, mask)

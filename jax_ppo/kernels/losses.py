@@ -94,11 +94,10 @@ def clipped_surrogate(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
         loss = -min(rho A, clip(rho, 1 - low, 1 + high) A)
         and where A < 0:  min(loss, -dual A)
 
-    Schulman et al. 2017, arXiv 1707.06347, eq. 7. low = high = epsilon is the paper's clip;
-    high > low is DAPO's "clip higher" (arXiv 2503.14476). The last line is the dual clip (Ye et al.
-    2020, arXiv 1912.09729): with the clip alone, the loss of a token with A < 0 grows without bound
-    as rho does. Where a clipped term is active the gradient is 0, which biases the policy gradient
-    on purpose.
+    Schulman et al. 2017, arXiv 1707.06347, eq. 7. low = high = epsilon is the paper's clip; high >
+    low is DAPO's "clip higher" (arXiv 2503.14476). The last line is the dual clip (Ye et al. 2020,
+    arXiv 1912.09729): without it, the loss of a token with A < 0 grows without bound as rho does. A
+    clipped term has no gradient, which biases the policy gradient on purpose.
     """
     log_ratio, advantages = log_ratios_and_advantages(batch)
     ratio = jnp.exp(log_ratio)
@@ -156,8 +155,7 @@ def value_loss(
         loss = max((V - G)^2, (clip(V, V_old - clip, V_old + clip) - G)^2) / 2
 
     The clip is not in the paper. A value that has moved more than `clip` from V_old towards the
-    return gets no gradient. With clip = None the loss is (V - G)^2 / 2, whatever old_values hold,
-    and V tends to the mean of the returns.
+    return gets no gradient. With clip = None the loss is (V - G)^2 / 2, whatever old_values hold.
 
     Args:
       values: V, from the critic being trained, the only input meant to receive a gradient.
@@ -186,26 +184,22 @@ def value_loss(
 def loss_weights(
     action_counts_B: Integer[Array, " B"], divisors: Divisors, scale: Scale = None
 ) -> Float[Array, " B"]:
-    """Return the weight of each token of each sample.
+    """Return the weight of each token of each sample, float32 [B].
 
     sum_i sum_t w_i loss_it is then the loss of these B samples together. `divisors`, the function
-    of an entry of `registries.AGGREGATIONS`, decides how:
+    of an entry of `registries.AGGREGATIONS`, decides how; n is the number of samples of count > 0.
 
         token_mean               1 / sum_j count_j
-                                 equal weight per token (DAPO, arXiv 2503.14476): a long
-                                 response weighs more than a short one
+                                 equal weight per token (DAPO, arXiv 2503.14476)
         seq_mean_token_sum       1 / n
-                                 the policy gradient of the expected return; its size grows
-                                 with the counts
+                                 the policy gradient of the expected return
         seq_mean_token_mean      1 / (count_i n)
-                                 equal weight per sample (GRPO): a token of a long response
-                                 weighs less
+                                 equal weight per sample (GRPO)
         seq_mean_token_sum_norm  1 / (n scale)
                                  the policy gradient divided by a constant (Dr. GRPO, arXiv
                                  2503.20783)
 
-    n is the number of samples of count > 0. A sample of count 0 is absent: its weight is 0, and it
-    does not reduce the weight of another. If all samples are absent, all weights are 0.
+    A sample of count 0 is absent: its weight is 0, and it does not reduce the weight of another.
 
     The on-policy gradient is that of a different objective with each:
 
@@ -216,14 +210,10 @@ def loss_weights(
                              a small mini-batch; in a large one E[return] up to a factor
 
     Args:
-      action_counts_B: how many tokens of each sample of the whole mini-batch the mask selects,
-        >= 0.
+      action_counts_B: how many tokens of each sample of the whole mini-batch the mask selects, >=
+        0.
       divisors: returns what divides the losses of each sample's tokens.
-      scale: > 0, in tokens, the same at every step (the longest response allowed, for example);
-        for seq_mean_token_sum_norm only.
-
-    Returns:
-      float32 [B] (float64 under jax_enable_x64).
+      scale: > 0, in tokens, the same at every step; for seq_mean_token_sum_norm only.
     """
     assert action_counts_B.ndim == 1, f"counts of shape {action_counts_B.shape}, expected [B]"
     dtype = jnp.result_type(float)
@@ -281,15 +271,11 @@ def row_sum(x: Shaped[Array, " *batch T"]) -> Shaped[Array, " *batch T"]:
 def bradley_terry(
     chosen: Float[Array, " *shape"], rejected: Float[Array, " *shape"]
 ) -> Float[Array, " *shape"]:
-    """Return the negative log-likelihood of each preference under Bradley and Terry (1952).
+    """Return -log sigmoid(chosen - rejected), the negative log-likelihood of each preference.
 
-        -log sigmoid(chosen - rejected)
-
-    Reward models are trained by its mean over pairs (Christiano et al. 2017, arXiv:1706.03741;
-    Ouyang et al. 2022, arXiv:2203.02155, eq. 1).
-
-    Only the difference of the two scores of a pair matters. Losses are > 0, and log 2 where the
-    scores are equal.
+    Bradley and Terry (1952): reward models are trained by its mean over pairs (Christiano et al.
+    2017, arXiv 1706.03741; Ouyang et al. 2022, arXiv 2203.02155, eq. 1). It is log 2 for equal
+    scores.
     """
     # log_sigmoid, since the sigmoid of a large negative difference underflows to 0.
     return -jax.nn.log_sigmoid(chosen - rejected)

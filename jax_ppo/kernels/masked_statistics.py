@@ -87,12 +87,10 @@ def masked_max(x: Shaped[Array, " *shape"], mask: Shaped[Array, " *shape"]) -> F
 def masked_variance(
     x: Shaped[Array, " *shape"], mask: Shaped[Array, " *shape"], axis: Axis = None
 ) -> Float[Array, " *reduced"]:
-    """Return E[(x - E[x])^2] over `axis`.
+    """Return E[(x - E[x])^2] over `axis`, the biased variance: 0 for a single element.
 
-    The sum is divided by n and not by n - 1, so it is low by the factor (n - 1) / n: Bessel's
-    correction would divide by 0 for a single element, whose variance is 0 here. Two passes,
-    because E[x^2] - E[x]^2 loses every digit in float32 once the mean is large relative to the
-    spread.
+    Two passes, because E[x^2] - E[x]^2 loses every digit in float32 once the mean is large
+    relative to the spread.
     """
     # Deviations where mask is 0 are not 0, but the second mean does not read them.
     deviation = zero_outside(x, mask) - _mean(x, mask, axis, keepdims=True)
@@ -121,16 +119,11 @@ def whiten(
     epsilon: float = 1e-8,
     size: float | Float[Array, ""] = 0.0,
 ) -> Float[Array, " *shape"]:
-    """Return (x - E[x]) / sqrt(Var[x] + epsilon), plus E[x] if not `shift_mean`.
+    """Return (x - E[x]) / sqrt(Var[x] + epsilon), plus E[x] if not `shift_mean`; 0 where mask = 0.
 
     Where x `is_constant`, x - E[x] is 0: divided by sqrt(epsilon), rounding would grow by 10,000.
-
-    Mean and variance are over all elements that count, on all axes. The variance is the biased
-    one, so that with `shift_mean` a single element gives 0, not NaN. Call it on the whole rollout
-    batch: moments of a part would make the result depend on how the batch was divided.
-
-    Returns:
-      The shape of x; 0 where mask = 0.
+    Mean and biased variance are over all elements that count: call it on the whole rollout, since
+    moments of a part would make the result depend on how the batch was divided.
     """
     mean = masked_mean(x, mask)
     whitened = (zero_outside(x, mask) - mean) * jax.lax.rsqrt(masked_variance(x, mask) + epsilon)
@@ -147,9 +140,8 @@ def explained_variance(
 ) -> Float[Array, ""]:
     """Return 1 - Var[returns - values] / Var[returns], a scalar in (-inf, 1].
 
-    1 means that the critic predicts every return up to a constant, 0 that it is no better than
-    the mean of the returns, and below 0 that it is worse. Where all returns are equal there is no
-    variance to explain, and the result is defined as 0.
+    1: the critic predicts every return up to a constant; 0: it is no better than the mean of the
+    returns; below 0: it is worse. Where all returns are equal, the result is defined as 0.
     """
     assert_one_shape(values=values, returns=returns)
     # What the critic leaves unexplained; a constant error does not count.
@@ -187,14 +179,9 @@ def update_moments(
         mean' = mean + delta count_x / n
         m2'   = m2 + m2_x + delta^2 count count_x / n
 
-    This is the pairwise update of Chan, Golub and LeVeque 1979. Up to rounding, the result does
-    not depend on how the numbers were divided into batches. No sum of squares is formed, which
-    would lose its digits where the mean is large relative to the spread.
-
-    A batch whose result is not finite is ignored as a whole, so that it cannot spoil all later
-    moments.
-
-    Where mask = 0, x may hold anything, NaN included. An x that `is_constant` adds no variance.
+    The pairwise update of Chan, Golub and LeVeque 1979: up to rounding, the result does not depend
+    on how the numbers were divided into batches. A batch whose result is not finite is ignored as a
+    whole, so that it cannot spoil all later moments. An x that `is_constant` adds no variance.
     """
     count = jnp.sum(mask.astype(bool)).astype(jnp.float32)
     total = moments.count + count
@@ -218,9 +205,8 @@ def update_moments(
 def moments_std(moments: Moments, epsilon: float = 1e-8) -> Float[Array, ""]:
     """Return sqrt(m2 / count + epsilon), a float32 scalar to divide by, or 1 without spread.
 
-    The result is 1 for fewer than two numbers and for numbers that are equal up to rounding:
-    divided by sqrt(epsilon), equal rewards would grow by a factor of 10,000. The variance is the
-    biased one of `masked_variance`: low by the factor (count - 1) / count.
+    It is 1 for fewer than two numbers and for numbers that are equal up to rounding: divided by
+    sqrt(epsilon), equal rewards would grow by a factor of 10,000. The variance is the biased one.
     """
     variance = moments.m2 / jnp.maximum(moments.count, 1.0)
     spread = ~_is_rounding(jnp.sqrt(variance), moments, 0.0)

@@ -28,8 +28,8 @@ def target_platform() -> str:
 def assume_platform(platform: str) -> Iterator[None]:
     """Trace programs as if for `platform` in the context, whatever they are compiled for.
 
-    An estimate of a machine's memory is compiled for CPU devices if the machine's own compiler is
-    missing.
+    An estimate of a machine's memory is compiled for CPU devices if the compiler for that machine
+    is missing.
     """
     token = _assumed_platform.set(platform)
     try:

@@ -55,7 +55,7 @@ def gspo(batch: PolicyBatch, clip: Clip, sequence_sum: SequenceSum) -> PolicyLos
     """Compute the loss of group sequence policy optimization, as GSPO-token.
 
         s      = exp(mean over the response of log rho)
-        s_t    = [s] pi / [pi]                         the value of s, the gradient of its own token
+        s_t    = [s] pi / [pi]                         the value of s, the gradient of log pi
         loss_t = -min(s_t A_t, clip(s_t) A_t), with the dual clip of PPO's
 
     Zheng et al. 2025, arXiv 2507.18071, section 4.3. [x] has no gradient. Weighted with
@@ -67,7 +67,7 @@ def gspo(batch: PolicyBatch, clip: Clip, sequence_sum: SequenceSum) -> PolicyLos
     s, and the log_ratio of the token.
     """
     log_ratio, _ = log_ratios_and_advantages(batch)
-    # The value of the whole response at each token, with the gradient of the token's own ratio.
+    # The value of the whole response at each token, with the gradient of the token's ratio.
     log_s = _mean_over_response(log_ratio, batch, sequence_sum)
     # Against old log-probs of 0, the ratio that is clipped is s.
     against_zeros = batch._replace(logprobs=log_s, old_logprobs=jnp.zeros_like(log_s))
@@ -82,7 +82,7 @@ def gmpo(batch: PolicyBatch, clip: Clip, sequence_sum: SequenceSum) -> PolicyLos
 
     Zhao et al. 2025, arXiv 2507.20673. `low` and `high` bound LOG rho; both are 0.4 in the paper.
     A clipped token has no gradient; the other tokens of its response keep theirs. As in gspo, each
-    token has the gradient of its own log rho: with "seq-mean-token-mean" and one A per response,
+    token has the gradient of log rho_t: with "seq-mean-token-mean" and one A per response,
     the sum is the paper's.
 
     Biased like gspo, and by the clip. There is no dual clip: clip.dual is not read. The PolicyLoss
@@ -96,7 +96,7 @@ def gmpo(batch: PolicyBatch, clip: Clip, sequence_sum: SequenceSum) -> PolicyLos
     # A mean of logs: the geometric mean of the ratios.
     ratio = jnp.exp(_mean_over_response(cut, batch, sequence_sum))
     return unclipped_result(-advantages * ratio, ratio, log_ratio)._replace(
-        clipped=_as_flags(cut != log_ratio)
+        clipped=(cut != log_ratio).astype(jnp.float32)
     )
 
 
@@ -117,7 +117,9 @@ def cispo(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
     # The truncated ratio only weighs: the gradient is that of log pi.
     weight = jax.lax.stop_gradient(jnp.clip(ratio, 1.0 - clip.low, 1.0 + clip.high))
     loss = -weight * advantages * zero_outside(batch.logprobs, batch.mask)
-    return unclipped_result(loss, ratio, log_ratio)._replace(clipped=_as_flags(weight != ratio))
+    return unclipped_result(loss, ratio, log_ratio)._replace(
+        clipped=(weight != ratio).astype(jnp.float32)
+    )
 
 
 def reinforce(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
@@ -136,17 +138,10 @@ def reinforce(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
 def _mean_over_response(
     log_ratio: jax.Array, batch: PolicyBatch, sequence_sum: SequenceSum
 ) -> jax.Array:
-    """Return the mean over each token's response, 0 where mask is 0.
-
-    Its gradient is that of the token's own log-ratio.
-    """
+    """Return the mean over each token's response, with the gradient of the token's log-ratio."""
     mean = sequence_sum(jax.lax.stop_gradient(log_ratio)) / jnp.maximum(batch.action_counts, 1)
     # x - stop_gradient(x) is 0 in value, with the gradient of x.
     return zero_outside(mean, batch.mask) + (log_ratio - jax.lax.stop_gradient(log_ratio))
-
-
-def _as_flags(condition: jax.Array) -> jax.Array:
-    return condition.astype(jnp.float32)
 
 
 def unclipped_result(loss: jax.Array, ratio: jax.Array, log_ratio: jax.Array) -> PolicyLoss:

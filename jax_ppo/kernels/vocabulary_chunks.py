@@ -23,10 +23,6 @@ MIN_CHUNK_SIZE = 128
 DROPPED = -1e30
 
 
-def _sum_groups(gradient_GxVxD: jax.Array, dtype: DTypeLike) -> jax.Array:
-    return gradient_GxVxD.sum(0).astype(dtype)
-
-
 class UnembeddingLayout(NamedTuple):
     """The steps by which an unembedding that is split over devices reaches the chunks and back.
 
@@ -37,20 +33,27 @@ class UnembeddingLayout(NamedTuple):
     # Maps the weights [V, D], in the dtype of the products, to those that chunks read.
     gather: Callable[[jax.Array], jax.Array] = jnp.asarray
     # Maps the float32 gradient [G, V, D] and a dtype to the sum over groups, [V, D], in that dtype.
-    sum_groups: Callable[[jax.Array, DTypeLike], jax.Array] = _sum_groups
+    sum_groups: Callable[[jax.Array, DTypeLike], jax.Array] = lambda x_GxVxD, dtype: x_GxVxD.sum(
+        0
+    ).astype(dtype)
 
 
 NOT_SPLIT = UnembeddingLayout()
 
 
-class ChunkOptions(NamedTuple):
-    """Static options of the programs for chunks of logits; see `logprobs.token_logprobs`."""
+class LogitOptions(NamedTuple):
+    """How logits are computed: static options of programs."""
 
-    temperature: float
-    size: int
-    cap: float | None
-    layout: UnembeddingLayout
-    num_ids: int | None = None  # see `drop_ids`
+    temperature: float  # > 0, of sampling, by which logits are divided
+    softcap: float | None = None  # c > 0 of c tanh(logits / c)
+    num_ids: int | None = None  # ids from here on are never drawn, and p is 0; `None`: all can be
+    layout: UnembeddingLayout = NOT_SPLIT  # how an unembedding split over devices is gathered
+    chunk_size: int = 0  # positions per chunk; 0: `default_chunk_size`
+
+    def chunked(self, positions: int, vocabulary: int) -> "LogitOptions":
+        """Return the options with a chunk size of at most the positions of a group."""
+        size = self.chunk_size or default_chunk_size(vocabulary)
+        return self._replace(chunk_size=min(size, positions))
 
 
 def assert_widths(hidden: Float[Array, " G N D"], unembedding: Float[Array, " V D"]) -> None:
@@ -114,11 +117,11 @@ class MaskedChunks:
 
 
 def chunk_logits(
-    states_GxCxD: Float[Array, " G C D"], weight_VxD: Float[Array, " V D"], options: ChunkOptions
+    states_GxCxD: Float[Array, " G C D"], weight_VxD: Float[Array, " V D"], options: LogitOptions
 ) -> Float32[Array, " G C V"]:
-    """Return the logits of one chunk, soft-capped unless `cap` is None, without dropped ids."""
+    """Return the logits of one chunk, soft-capped unless that is None, without dropped ids."""
     logits = jnp.einsum("gcd,vd->gcv", states_GxCxD, weight_VxD, preferred_element_type=jnp.float32)
-    return drop_ids(softcap(logits, options.cap), options.num_ids)
+    return drop_ids(softcap(logits, options.softcap), options.num_ids)
 
 
 def drop_ids(logits: Float32[Array, "... V"], num_ids: int | None) -> Float32[Array, "... V"]:
@@ -151,7 +154,7 @@ def hidden_and_weight_grad(
     hidden: Float[Array, " G N D"],
     unembedding: Float[Array, " V D"],
     logits_grad: Callable[[jax.Array, jax.Array], jax.Array],
-    options: ChunkOptions,
+    options: LogitOptions,
 ) -> tuple[Float[Array, " G N D"], Float[Array, " V D"]]:
     """Return the gradients with respect to hidden states and output embedding, chunk by chunk.
 
@@ -167,7 +170,7 @@ def hidden_and_weight_grad(
         logits = chunk_logits(states, weight, options._replace(num_ids=None))
         slope = logits_grad(i, drop_ids(logits, options.num_ids))
         # From the gradient with respect to soft-capped logits to that of the plain products.
-        slope = (slope * softcap_slope(logits, options.cap)).astype(hidden.dtype)
+        slope = (slope * softcap_slope(logits, options.softcap)).astype(hidden.dtype)
         states_grad = jnp.einsum("gcv,vd->gcd", slope, weight, preferred_element_type=jnp.float32)
         weight_grad = jnp.einsum("gcv,gcd->gvd", slope, states, preferred_element_type=jnp.float32)
         hidden_buffer, weight_sum = sums

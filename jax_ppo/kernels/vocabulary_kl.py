@@ -14,13 +14,10 @@ from jaxtyping import Array, Float, Float32, Shaped
 
 from jax_ppo.kernels.masked_statistics import difference_beyond_rounding, zero_outside
 from jax_ppo.kernels.vocabulary_chunks import (
-    NOT_SPLIT,
-    ChunkOptions,
+    LogitOptions,
     MaskedChunks,
-    UnembeddingLayout,
     assert_widths,
     chunk_logits,
-    default_chunk_size,
     hidden_and_weight_grad,
 )
 
@@ -31,55 +28,44 @@ def full_kl(
     ref_hidden_GxNxE: Float[Array, " G N E"],
     ref_unembedding_VxE: Float[Array, " V E"],
     mask_GxN: Shaped[Array, " G N"],
-    temperature: float,
-    chunk_size: int | None = None,
-    logit_softcap: float | None = None,
-    layout: UnembeddingLayout = NOT_SPLIT,
-    num_ids: int | None = None,
+    options: LogitOptions,
 ) -> Float32[Array, " G N"]:
     """Return sum_v p_v (log p_v - log q_v) at each position, q being the reference's p.
 
-    p = softmax(logits / temperature), where logits = hidden @ unembedding.T, or
-    c tanh(hidden @ unembedding.T / c) with a soft cap c.
-
-    This is the exact KL of the next token given the preceding tokens. The estimators of `kl` see
-    only the sampled token; here the choice of that token adds no variance. Summed over tokens
-    sampled from the actor, it is an unbiased estimate of a response's KL to the reference.
+    p = softmax(logits / temperature), where logits = hidden @ unembedding.T, soft-capped if so
+    asked. This is the exact KL of the next token given the preceding tokens: the choice of the
+    sampled token, which is all that the estimators of `kl` see, adds no variance. Summed over
+    tokens sampled from the actor, it is an unbiased estimate of a response's KL to the reference.
 
     As a loss it has one bias: its gradient treats the preceding tokens as fixed and omits how the
     actor changes which prefixes are reached. As a token's reward it provides only that omitted
-    part: it is the same whichever token was chosen, blames the tokens before it, and does not
-    restrain the policy by itself. The two together, with gamma = 1, give the complete gradient.
+    part: it does not restrain the policy by itself. The two together, with gamma = 1, give the
+    complete gradient.
 
     The sum is taken over p_v (exp(-d_v) - 1 + d_v) with d = log p - log q. This is equal because p
-    and q each sum to 1, and no term is negative: rounding cannot make the sum negative, and a small
-    KL keeps its digits. With z = logits / temperature the gradient is
+    and q each sum to 1, and no term is negative: a small KL keeps its digits. With z = logits /
+    temperature the gradient is
 
         dKL / dz_v = p_v (d_v - sum_u p_u d_u)
 
     It flows to `hidden_GxNxD` and `unembedding_VxD`, the actor's; the reference and the temperature
-    receive none. Cost, precision, the gradient of a soft cap and the arguments are as for
-    `logprobs.token_logprobs`; both models have the same temperature, soft cap and
-    ids.
+    receive none. Cost, precision and arguments are as for `logprobs.token_logprobs`; `options` are
+    those of both models.
 
     Returns:
       float32 [G, N] >= 0, in nats; 0 where mask = 0, and exactly 0 where hidden states and
-      unembeddings are equal up to rounding.
+      unembeddings are equal.
     """
     assert_widths(hidden_GxNxD, unembedding_VxD)
     assert_widths(ref_hidden_GxNxE, ref_unembedding_VxE)
     shapes = (hidden_GxNxD.shape[:2], ref_hidden_GxNxE.shape[:2], mask_GxN.shape)
     assert len(set(shapes)) == 1, f"hidden, ref_hidden, mask differ in [G, N]: {shapes}"
     assert unembedding_VxD.shape[0] == ref_unembedding_VxE.shape[0], "the vocabularies differ"
-    assert chunk_size is None or chunk_size > 0, chunk_size
-    # Two distributions are held per position, like one over twice the vocabulary.
-    chunk_size = chunk_size or default_chunk_size(2 * unembedding_VxD.shape[0])
     references = map(jax.lax.stop_gradient, (ref_hidden_GxNxE, ref_unembedding_VxE))
     return _full_kl(
         (hidden_GxNxD, unembedding_VxD, *references, mask_GxN.astype(bool)),
-        ChunkOptions(
-            temperature, min(chunk_size, mask_GxN.shape[1]), logit_softcap, layout, num_ids
-        ),
+        # Two distributions are held per position, like one over twice the vocabulary.
+        options.chunked(mask_GxN.shape[1], 2 * unembedding_VxD.shape[0]),
     )
 
 
@@ -88,9 +74,9 @@ _Inputs = tuple[Any, ...]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _full_kl(inputs: _Inputs, options: ChunkOptions) -> jax.Array:
+def _full_kl(inputs: _Inputs, options: LogitOptions) -> jax.Array:
     hidden, unembedding, ref_hidden, ref_unembedding, mask = inputs
-    chunks = MaskedChunks(mask, options.size)
+    chunks = MaskedChunks(mask, options.chunk_size)
     weight = options.layout.gather(unembedding.astype(hidden.dtype))
     ref_weight = options.layout.gather(ref_unembedding.astype(ref_hidden.dtype))
 
@@ -114,13 +100,13 @@ def _full_kl(inputs: _Inputs, options: ChunkOptions) -> jax.Array:
     return zero_outside(chunks.scatter(kl), mask)
 
 
-def _forward(inputs: _Inputs, options: ChunkOptions) -> tuple[jax.Array, _Inputs]:
+def _forward(inputs: _Inputs, options: LogitOptions) -> tuple[jax.Array, _Inputs]:
     return _full_kl(inputs, options), inputs
 
 
-def _backward(options: ChunkOptions, inputs: _Inputs, kl_grad: jax.Array) -> tuple[_Inputs]:
+def _backward(options: LogitOptions, inputs: _Inputs, kl_grad: jax.Array) -> tuple[_Inputs]:
     hidden, unembedding, ref_hidden, ref_unembedding, mask = inputs
-    chunks = MaskedChunks(mask, options.size)
+    chunks = MaskedChunks(mask, options.chunk_size)
     ref_weight = options.layout.gather(ref_unembedding.astype(ref_hidden.dtype))
 
     def logits_grad(i: jax.Array, logits: jax.Array) -> jax.Array:

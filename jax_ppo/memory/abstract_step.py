@@ -17,9 +17,8 @@ from jax_ppo.models.deberta_encoder import Deberta
 from jax_ppo.ppo.advantages import figures_read
 from jax_ppo.ppo.mini_batches import RolloutPacking, make_packer
 from jax_ppo.ppo.rewarding import RuleScorer
-from jax_ppo.ppo.rollout_engine import make_engine, sampling_options
 from jax_ppo.ppo.samples.source import BATCHES_IN_POOL
-from jax_ppo.ppo.step_parts import StepOptions, StepParts
+from jax_ppo.ppo.step_parts import StepOptions, StepParts, make_engine, sampling_options
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.runtime.compiled_programs import run_on_shapes
 from jax_ppo.sampler.built_in import BuiltInEngine
@@ -76,7 +75,7 @@ class AbstractStep(StepParts):
 
     def batches(self) -> PromptBatches:
         """Return batches of the longest prompts."""
-        return PromptBatches(self.training, self.step_options.prompts_per_step)
+        return PromptBatches(self.training, self.config.data.train_batch_size)
 
     def role(self, name: str) -> "Role":
         """Return the model of a role, with all its parameters."""
@@ -100,7 +99,7 @@ class AbstractStep(StepParts):
         """Return the number of samples in the queue of each shard of rows."""
         prompts = self.prompts.tokens.shape[0]
         samples_per_prompt = self.samples // prompts
-        if self.step_options.rollout.max_staleness > 1:
+        if self.config.rollout.max_staleness > 1:
             prompts *= BATCHES_IN_POOL
         return meshes.rows_per_shard(self.rollout_mesh, prompts) * samples_per_prompt
 
@@ -141,14 +140,13 @@ def build_abstract_step(config: Config, mesh: Mesh, hosts: int = 1) -> AbstractS
         sampling_options(rollout, rollout, data.max_response_length, architecture.eos_ids),
         returns_routed_experts=config.actor.router_replay.mode == "R3",
     )
-    state = StateBuilder.from_config(config, nets, mesh).shapes()
+    state = StateBuilder(config, nets, mesh).shapes()
     sampled_params = policy_params(nets, state)
     # An encoder reads its own tokens.
     reads_rollout = not isinstance(nets.reward, Deberta)
     packer = make_packer(config, mesh, has_critic=nets.critic is not None)
-    step_options = StepOptions.from_config(config)
-    count = step_options.prompts_per_step
-    samples = count * step_options.responses_per_prompt
+    count = data.train_batch_size
+    samples = count * config.responses_per_prompt
     training = _longest_examples(data, config.learns_from_files)
     ones = np.ones(samples, np.int32)
     with run_on_shapes():
@@ -159,7 +157,7 @@ def build_abstract_step(config: Config, mesh: Mesh, hosts: int = 1) -> AbstractS
         # A packing has one shape for all lengths.
         packed = packer.pack(0, ones)
     return AbstractStep(
-        step_options=step_options,
+        step_options=StepOptions(config),
         mesh=mesh,
         nets=nets,
         engine=make_engine(BuiltInEngine, nets.actor, sampled_params, mesh, rollout_mesh),

@@ -11,8 +11,7 @@ from jax.sharding import Mesh
 from jax_ppo.errors import UserError
 from jax_ppo.memory.abstract_step import AbstractStep
 from jax_ppo.memory.memory_estimate import ProgramMemory, resident_memory
-from jax_ppo.ppo.programs import StepProgram, planned_programs
-from jax_ppo.ppo.step_on_shapes import take_step_on_shapes
+from jax_ppo.ppo.programs import StepProgram, planned_programs, take_step_on_shapes
 from jax_ppo.runtime import meshes, sharding
 from jax_ppo.runtime.compiled_programs import output_shapes, run_on_shapes
 from jax_ppo.runtime.devices import bytes_per_device

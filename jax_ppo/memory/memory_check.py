@@ -24,9 +24,9 @@ from jax_ppo.runtime import meshes, placement
 from jax_ppo.runtime.devices import bytes_per_device, read_host_memory, read_memory_limit
 from jax_ppo.sampler.decoding_weights import largest_part_bytes, shape_decoding_weights
 from jax_ppo.training.networks import Folders, Networks
+from jax_ppo.training.optimizer import gradient_shapes
 from jax_ppo.training.roles import find_role, read_networks
 from jax_ppo.training.state import StateBuilder, TrainState, policy_params
-from jax_ppo.training.stochastic_rounding import gradient_shapes
 from jax_ppo.training.supervised_step import trained_shapes
 
 GIB = 2**30
@@ -70,7 +70,7 @@ class PPOMemory:
     def measure(self) -> LeastMemory:
         """Return the bytes on each device that the persistent arrays of the run take."""
         config, nets, mesh = self.config, self.nets, self.mesh
-        state = StateBuilder.from_config(config, nets, mesh).shapes()
+        state = StateBuilder(config, nets, mesh).shapes()
         decoding = separate = 0
         if config.rollout.engine == "built-in":
             rollout_mesh = meshes.make_rollout_mesh(mesh, config.rollout.mesh)
@@ -78,7 +78,7 @@ class PPOMemory:
             decoding = bytes_per_device(weights)
             if not meshes.shares_devices(mesh, rollout_mesh):
                 decoding, separate = largest_part_bytes(weights), decoding
-        step_options = StepOptions.from_config(config)
+        step_options = StepOptions(config)
         phases = []
         for program in programs.PROGRAMS:
             gradients = 0

@@ -190,7 +190,7 @@ def _plan_programs(
 ) -> tuple[PlannedProgram, ...]:
     """Return the programs of a step, if all prompts and responses have their maximum lengths."""
     prompts, prompt = step.prompts.tokens.shape
-    lengths = np.full(step.samples, step.step_options.sequence_length)
+    lengths = np.full(step.samples, step.config.sequence_length)
     counted_flops = count_program_flops(
         step.step_options, step.nets, np.full(prompts, prompt), lengths
     )
@@ -231,7 +231,7 @@ def _count_read_bytes(step: AbstractStep, program: StepProgram) -> float:
     if program.kind == "sampling":
         # The responses to one batch of prompts are drawn in a step, also if they begin in others.
         queue = step.queue
-        if step.step_options.rollout.max_staleness > 1:
+        if step.config.rollout.max_staleness > 1:
             queue //= BATCHES_IN_POOL
         tokens = step.sampling.max_response_length * -(-queue // min(step.slots, queue))
         return tokens * float(copy + step.cache_bytes)

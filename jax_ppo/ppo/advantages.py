@@ -94,7 +94,7 @@ def critic_values(
     if bootstraps:
         assert outputs.last_values is not None, "bootstrapping needs the final states' values"
         final_values = outputs.last_values
-    # The critic predicts normalized returns; rewards are in their own unit.
+    # The critic predicts normalized returns; rewards are in another unit.
     if options.normalizes_values:
         assert moments is not None, "normalized values need the moments of returns"
         mean = moments.mean

@@ -5,7 +5,7 @@ whiten, normalize returns, weight by importance, and set the next step's control
 function; rewards are shaped in `reward_shaping.py`, advantages estimated in `advantages.py`.
 """
 
-from collections.abc import Mapping
+import functools
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
@@ -24,7 +24,7 @@ from jax_ppo.kernels.masked_statistics import (
 )
 from jax_ppo.ppo import advantages, reward_shaping
 from jax_ppo.ppo.forward_passes import ForwardOutputs
-from jax_ppo.ppo.reward_shaping import ExperienceOptions, Mask, Masks, Tokens
+from jax_ppo.ppo.reward_shaping import EarnedRewards, ExperienceOptions, Mask, Masks, Tokens
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS, IMPORTANCE_WEIGHTS, KL_CONTROLLERS
 from jax_ppo.runtime.compiled_programs import program
 from jax_ppo.training.learner import Metrics
@@ -38,15 +38,12 @@ def estimate_experience(
     sequences: Sequences,
     sampled_logprobs: Tokens,
     outputs: ForwardOutputs,
-    rewards: Float32[Array, " B"],
-    step_rewards: Tokens | None,
-    figures: Mapping[str, Float32[Array, " B"]] | None = None,
+    rewards: EarnedRewards,
 ) -> tuple[Experience, Metrics]:
     """Return the experience that the update learns from, and metrics: scalars on the mesh.
 
     The sampler's log-probs are the old ones if `outputs` has none. If it has, metrics compare the
-    two, which differ by rounding, or by older weights of the sampler. `step_rewards` are earned
-    within the responses; `None` if there are none. `figures` are those that the estimator asks for.
+    two, which differ by rounding, or by older weights of the sampler.
     """
     algorithm = options.algorithm
     masks = select_tokens(algorithm, sequences)
@@ -55,9 +52,11 @@ def estimate_experience(
     # Running moments include this rollout before they normalize it.
     if options.reward.normalize == "running":
         assert reward_moments is not None, "running moments start with the first step's control"
-        reward_moments = update_moments(reward_moments, rewards, jnp.ones(rewards.shape, bool))
+        reward_moments = update_moments(
+            reward_moments, rewards.scores, jnp.ones(rewards.scores.shape, bool)
+        )
     token_rewards, metrics = reward_shaping.shape_rewards(
-        options, reward_moments, sequences, masks, rewards, step_rewards
+        options, reward_moments, sequences, masks, rewards
     )
     kl_tokens = reward_shaping.reference_kl(algorithm, old_logprobs, outputs, masks.actions)
     token_rewards, teacher_metrics = reward_shaping.add_teacher_rewards(
@@ -75,7 +74,7 @@ def estimate_experience(
         masks,
         outputs,
         control.moments.get("returns"),
-        figures or {},
+        rewards.figures,
     )
     # Correct for a sampler with older weights or other rounding, if configured.
     weights, weight_metrics = weight_by_importance(
@@ -147,11 +146,10 @@ def weight_by_importance(
         old_logprobs,
         sampled_logprobs,
         masks.actions,
-        IMPORTANCE_WEIGHTS[algorithm.rollout_is].function,
+        functools.partial(IMPORTANCE_WEIGHTS[algorithm.rollout_is].function, starts=masks.starts),
         upper=upper,
         lower=lower,
         masks=algorithm.rollout_is_masks,
-        starts=masks.starts,
     )
     # A weight at a bound was truncated to it; one of 0 was masked.
     is_cut = ((weights >= upper) | (weights <= lower)).astype(jnp.float32)

@@ -21,11 +21,12 @@ from jax_ppo.runtime.parallelism.vocabulary import split_by_device
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.sampling import draw_next_tokens
 from jax_ppo.training import forward, packing
+from jax_ppo.training.forward import DecoderOutput
 from jax_ppo.training.learner import gather_micro_batch
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.packing import Rows
 from jax_ppo.training.state import TrainState, reference_policy
-from jax_ppo.types import Packing, Params, Rollout, Sequences, pytree
+from jax_ppo.types import PackedRows, Params, Rollout, Sequences, pytree
 
 Part = Literal["policy", "critic", "teacher"]
 
@@ -44,8 +45,7 @@ class ForwardOptions:
     teacher: bool  # compute the teacher's log-probs
     shared_trunk: bool  # the critic is a head of the actor's
     entropy: bool = False  # compute the policy's entropy, with its log-probs
-    # Draw each token again, as these options say; `None`: draw none.
-    sampling: SamplingOptions | None = None
+    sampling: SamplingOptions | None = None  # draw each token again, as these options say
 
     @classmethod
     def from_config(cls, config: Config) -> "ForwardOptions":
@@ -121,8 +121,7 @@ class ForwardOutputs:
     teacher_logprobs: Float32[Array, "B T"] | None = None
     # The policy's, at the sampling temperature; `None` unless it is asked for.
     entropy: Float32[Array, "B T"] | None = None
-    # The tokens that the policy's logits and the tokens' addressed random numbers give; `None`
-    # unless they are asked for.
+    # The tokens that the logits and addressed random numbers give; `None` unless asked for.
     drawn: Int32[Array, "B T"] | None = None
 
 
@@ -188,7 +187,7 @@ def reuses_logprobs(config: Config) -> bool:
     is_unused = not (needs_ratios or in_reward or adapts)
     # Reused where they differ by rounding at most, or are only reported.
     if config.rollout.reuse_logprobs == "auto":
-        # In a reward, their rounding would be all that moves a policy that is its own reference.
+        # In a reward, their rounding alone would move a policy that equals the reference.
         return is_unused or (is_exact and not in_reward)
     return config.rollout.reuse_logprobs == "always"
 
@@ -198,26 +197,15 @@ def run_forward_passes(
     nets: Networks,
     state: TrainState,
     sequences: Sequences,
-    packed: Packing,
-    micro_batches: Int32[Array, ""],
+    packed: PackedRows,
 ) -> ForwardOutputs:
-    """Run the roles that are needed over packed rows, one micro-batch at a time.
-
-    The arrays of `packed` are [A, R, L]; `micro_batches` of the A are not empty.
-    """
-    return join_outputs(
-        [
-            forward_part(options, nets, part, state, sequences, packed, micro_batches)
-            for part in options.parts
-        ]
-    )
-
-
-def join_outputs(parts: list[ForwardOutputs]) -> ForwardOutputs:
-    """Return the outputs of all parts together."""
-    # No field is computed by two parts, so the order does not matter.
-    fields = [item for part in parts for item in vars(part).items() if item[1] is not None]
-    return ForwardOutputs(**dict(fields))
+    """Run the roles that are needed over packed rows, one micro-batch at a time."""
+    # No field is computed by two parts.
+    fields: dict[str, jax.Array] = {}
+    for part in options.parts:
+        outputs = forward_part(options, nets, part, state, sequences, packed)
+        fields |= {name: x for name, x in vars(outputs).items() if x is not None}
+    return ForwardOutputs(**fields)
 
 
 _STATIC = ("options", "nets", "part")
@@ -230,17 +218,16 @@ def forward_part(
     part: Part,
     state: TrainState,
     sequences: Sequences,
-    packed: Packing,
-    micro_batches: Int32[Array, ""],
+    packed: PackedRows,
     draw_keys: UInt32[Array, "B K"] | None = None,
 ) -> ForwardOutputs:
     """Return the outputs of one part; the other fields are `None`.
 
     `part` is "policy" for actor and reference, and for the values if they share the actor's trunk;
     "critic" for the values otherwise; "teacher" for the teacher's log-probs. `draw_keys` are the
-    data of each sample's random key if tokens are drawn again. Takes the other arguments of
-    `run_forward_passes`.
+    data of each sample's random key if tokens are drawn again.
     """
+    rows_of_batches, micro_batches = packed
     samples = len(sequences.lengths)
     shapes = {"last_values": (samples,)}
     types = {"drawn": jnp.int32}
@@ -257,7 +244,7 @@ def forward_part(
     state = state.on_device()
 
     def micro_batch(i: jax.Array, outputs: ForwardOutputs) -> ForwardOutputs:
-        rows = gather_micro_batch(sequences, packed, i)
+        rows = gather_micro_batch(sequences, rows_of_batches, i)
         written: dict[str, jax.Array] = {}
         for name, values in _compute_rows(options, nets, part, state, rows, draw_keys):
             written[name] = packing.to_samples(values, rows, getattr(outputs, name))
@@ -323,10 +310,8 @@ def _compute_rows(
         ref_hidden = forward.hidden_states(ref_net, reference, rows)
         yield "ref_logprobs", logprobs(ref_net, reference, ref_hidden)[0]
     if options.full_kl:
-        kl = forward.kl_over_vocabulary(
-            net, actor, hidden, ref_net, reference, ref_hidden, rows, options.temperature
-        )
-        yield "kl", kl
+        outputs = (DecoderOutput(net, actor, hidden), DecoderOutput(ref_net, reference, ref_hidden))
+        yield "kl", forward.kl_over_vocabulary(*outputs, rows, options.temperature)
     if options.shared_trunk:
         yield "values", compute_scalars(actor, hidden)
 
@@ -361,8 +346,7 @@ def reward_model_scores(
     model: Transformer | Deberta,
     params: Params,
     sequences: Sequences,
-    packed: Packing,
-    micro_batches: Int32[Array, ""],
+    packed: PackedRows,
     position: str,
 ) -> Float32[Array, " B"]:
     """Return the reward model's score of each sample.
@@ -370,7 +354,7 @@ def reward_model_scores(
     A decoder's score is its output at one of the sample's last tokens, an encoder's that at its
     first.
 
-    `sequences` are the rollout, or its texts in the reward model's own tokens; `position` is
+    `sequences` are the rollout, or its texts in the reward model's tokens; `position` is
     `config.reward.score_position`.
     """
     if isinstance(model, Deberta):
@@ -380,9 +364,10 @@ def reward_model_scores(
         pad_id = model.architecture.pad_id if position == "auto" else None
         positions_B = forward.score_positions(sequences, pad_id)
     params = placement.to_device(params)
+    rows_of_batches, micro_batches = packed
 
     def micro_batch(i: jax.Array, scores_B: jax.Array) -> jax.Array:
-        rows = gather_micro_batch(sequences, packed, i)
+        rows = gather_micro_batch(sequences, rows_of_batches, i)
         if isinstance(model, Deberta):
             values = cast(
                 jax.Array,

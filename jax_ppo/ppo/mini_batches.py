@@ -12,9 +12,7 @@ from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.training import packing
 from jax_ppo.training.decoders import packed_row_length
-from jax_ppo.types import MiniBatches, Packing, Rollout
-
-PackedRows = tuple[Packing, jax.Array]  # rows, and how many of their micro-batches hold tokens
+from jax_ppo.types import MiniBatches, PackedRows, Packing, Rollout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +30,8 @@ class Partition:
     """Division of a rollout into a role's optimizer steps."""
 
     epochs: int  # passes over the rollout
-    # Size of an optimizer step in prompts; it takes as many samples as these have, drawn one by one
-    # from the whole rollout.
-    prompts_per_mini_batch: int
-    # Packed rows of a micro-batch on each device; `None` chooses automatically.
-    rows_per_device: int | None
+    prompts_per_mini_batch: int  # whose number of samples an optimizer step takes, of any prompts
+    rows_per_device: int | None  # packed rows of a micro-batch; `None` chooses automatically
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +43,9 @@ class RolloutPacker:
     prompts_per_step: int  # prompts of a rollout
     row_length: int  # L, tokens of a packed row
     packed: bool  # False gives each sample a separate row
-    # Packed rows of a forward pass on each device; `None` chooses.
-    forward_rows_per_device: int | None
-    # How a rollout is divided for the actor and for a separate critic, by role.
-    partitions: dict[str, Partition]
-    # Whether forward passes read the rows of the actor's first epoch, in the micro-batches of its
-    # update.
+    forward_rows_per_device: int | None  # packed rows of a forward pass; `None` chooses
+    partitions: dict[str, Partition]  # of the actor and of a separate critic
+    # Whether forward passes read the actor's first epoch, in the micro-batches of its update.
     reads_as_updated: bool = False
 
     def pack(self, step: int, lengths: np.ndarray) -> RolloutPacking:
@@ -96,7 +88,7 @@ class RolloutPacker:
     def _mini_batches(
         self, step: int, lengths: np.ndarray, partition: Partition
     ) -> tuple[MiniBatches, int, Packing]:
-        """Divide the whole rollout again in each epoch, and pack each mini-batch on its own.
+        """Divide the whole rollout again in each epoch, and pack each mini-batch separately.
 
         Returns:
           (the mini-batches, the number of places for tokens in the micro-batches that hold any, the

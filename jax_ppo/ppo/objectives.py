@@ -6,25 +6,22 @@ add up over rows; shares of a metric combine as its `learner.Metric` states.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jax_ppo.config import plugins
 from jax_ppo.config.schema import Actor, Config, Critic, Teacher
-from jax_ppo.errors import UserError
 from jax_ppo.kernels import kl, losses
-from jax_ppo.kernels.losses import Clip, LossInputs, MiniBatchTokens, PolicyBatch, PolicyLoss
 from jax_ppo.models.heads import compute_scalars
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo.forward_passes import reuses_logprobs
+from jax_ppo.ppo.policy_loss import compute_policy_loss, policy_loss_inputs, policy_metrics
 from jax_ppo.ppo.reward_shaping import get_kl_estimator
-from jax_ppo.registries import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, inputs_named
+from jax_ppo.registries import AGGREGATIONS, KL_ESTIMATORS
 from jax_ppo.training import forward, packing
-from jax_ppo.training.learner import LossAndMetrics, Metric, Metrics
+from jax_ppo.training.forward import DecoderOutput
+from jax_ppo.training.learner import LossAndMetrics, Metric
 from jax_ppo.training.networks import full_parameters
 from jax_ppo.training.optimizer import rounding_seed
 from jax_ppo.training.packing import Rows
@@ -64,18 +61,13 @@ class UpdateOptions:
     actor: Actor
     critic: Critic
     temperature: float  # divides the logits, as in sampling
-    # The coefficient of the KL to the teacher over the vocabulary; 0 without one.
-    teacher_coef: float
-    # Whether the log-probs being differentiated are also the old ones. This is the case if the
-    # rollout gets one optimizer step and its log-probs were not computed again.
+    teacher_coef: float  # of the KL to the teacher over the vocabulary; 0 without one
+    # Whether the log-probs being differentiated are also the old ones: the rollout gets one
+    # optimizer step, and its log-probs were not computed again.
     is_on_policy: bool
-    # Whether the critic's head shares the actor's trunk: the value loss is then added, from the
-    # same pass.
-    shares_trunk: bool
+    shares_trunk: bool  # whether the value loss is added, from a head on the actor's trunk
     warmup_steps: int  # first steps of the run, in which only the critic learns
-    # Tokens, the divisor of "seq-mean-token-sum-norm", so that both roles' losses have the same
-    # scale.
-    loss_scale: float
+    loss_scale: float  # tokens, the divisor of "seq-mean-token-sum-norm" of both roles
     rounding_seed: int  # the run's seed if either role rounds to bfloat16, else 0
     is_exact: bool = False  # whether to count log-probs whose bits differ from the rollout's
 
@@ -107,16 +99,8 @@ class Weights:
     loss: Float32[Array, "..."]
     mean: Float32[Array, "..."]  # weights in means over the mini-batch's tokens; likewise
     # Weights of all tokens, prompts included, in means over tokens and then over the mini-batch's
-    # sequences; of a sample, its own weight.
+    # sequences; of a sample, that of the sequence.
     sequence: Float32[Array, "..."]
-
-
-@pytree
-class ActorWeights:
-    """The weights of the actor's loss on a mini-batch."""
-
-    tokens: Weights
-    values: Weights | None  # of the values of a critic that shares the trunk
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -196,18 +180,21 @@ class ActorObjective(RolloutObjective):
         }
         return metrics | dict.fromkeys(self.plugin_metrics, Metric.MEAN)
 
-    def weigh(self, batch: MiniBatches) -> ActorWeights:
-        """Return the weights of samples; see `weigh_tokens`."""
+    def weigh(self, batch: MiniBatches) -> tuple[Weights, Weights | None]:
+        """Return the weights of samples, and those of values if a critic shares the trunk."""
         values = None
         if self.options.shares_trunk:
             values = self.weigh_tokens(batch, self.experience.value_mask)
-        return ActorWeights(tokens=self.weigh_tokens(batch), values=values)
+        return self.weigh_tokens(batch), values
 
-    def loss(self, params: Params, rows: Rows, weights: ActorWeights) -> LossAndMetrics:
+    def loss(
+        self, params: Params, rows: Rows, weights: tuple[Weights, Weights | None]
+    ) -> LossAndMetrics:
         """Return the share of a mini-batch's loss that its rows contribute, and metrics."""
+        of_tokens, of_values = weights
         options, net, experience = self.options, self.net, self.experience
         actor = options.actor
-        token_weights = self.token_weights(rows, weights.tokens)
+        token_weights = self.token_weights(rows, of_tokens)
         # Inside the gradient, so that adapters receive theirs through the join.
         params = full_parameters(net, params, self.base)
         hidden, router_loss_RxL = forward.run_decoder(
@@ -222,7 +209,12 @@ class ActorObjective(RolloutObjective):
             # With a coefficient of 0 alone, the entropy's backward pass would still run.
             entropy_RxL = jax.lax.stop_gradient(entropy_RxL)
         inputs = policy_loss_inputs(
-            options, logprobs_RxL, rows, experience, members_B=weights.tokens.sequence > 0
+            actor,
+            logprobs_RxL,
+            rows,
+            experience,
+            members_B=of_tokens.sequence > 0,
+            is_on_policy=options.is_on_policy,
         )
         policy, plugin_metrics = compute_policy_loss(actor.policy_loss, inputs)
         # Weights for tokens that an older policy or another program sampled.
@@ -232,12 +224,13 @@ class ActorObjective(RolloutObjective):
 
         # The sum of all terms; those that the options leave out are not computed.
         pg_loss = jnp.sum(token_weights.loss * importance_RxL * policy.loss)
-        kl_loss = self._kl_loss(params, hidden, logprobs_RxL, rows, token_weights)
+        output = DecoderOutput(net, params, hidden)
+        kl_loss = self._kl_loss(output, logprobs_RxL, rows, token_weights)
         entropy_bonus = jnp.sum(token_weights.loss * entropy_RxL)
         loss = pg_loss + actor.kl_loss_coef * kl_loss - actor.entropy_coeff * entropy_bonus
         metrics = {"actor/pg_loss": pg_loss, "actor/kl_loss": kl_loss}
         if self.teacher is not None:
-            teacher_kl_RxL = self._kl_over_vocabulary(params, hidden, *self.teacher, rows)
+            teacher_kl_RxL = self._kl_over_vocabulary(output, self.teacher, rows)
             loss += options.teacher_coef * jnp.sum(token_weights.loss * teacher_kl_RxL)
             metrics["actor/teacher_kl"] = jnp.sum(token_weights.mean * teacher_kl_RxL)
         if router_loss_RxL is not None:
@@ -247,17 +240,22 @@ class ActorObjective(RolloutObjective):
         metrics["actor/loss"] = loss
         for name, per_token in plugin_metrics.items():
             metrics[f"actor/{name}"] = jnp.sum(token_weights.mean * per_token)
-        metrics |= _policy_metrics(policy, entropy_RxL, token_weights)
+        metrics |= policy_metrics(policy, entropy_RxL, token_weights.mean)
         if options.is_exact:
-            differs_RxL = _bits(logprobs_RxL) != _bits(inputs.batch.old_logprobs)
-            metrics["actor/inexact_logprobs"] = jnp.sum(rows.mask & differs_RxL, dtype=jnp.float32)
-        if weights.values is not None:
+            bits, old_bits = (
+                jax.lax.bitcast_convert_type(x, jnp.int32)
+                for x in (logprobs_RxL, inputs.batch.old_logprobs)
+            )
+            metrics["actor/inexact_logprobs"] = jnp.sum(
+                rows.mask & (bits != old_bits), dtype=jnp.float32
+            )
+        if of_values is not None:
             value_part, critic_metrics = weighted_value_loss(
                 options.critic,
                 compute_scalars(params, hidden),
                 rows,
                 experience,
-                self.token_weights(rows, weights.values, experience.value_mask),
+                self.token_weights(rows, of_values, experience.value_mask),
             )
             loss += value_part
             metrics |= critic_metrics
@@ -265,8 +263,7 @@ class ActorObjective(RolloutObjective):
 
     def _kl_loss(
         self,
-        params: Params,
-        hidden: Float[Array, "R L D"],
+        output: DecoderOutput,
         logprobs: Float[Array, "R L"],
         rows: Rows,
         weights: Weights,
@@ -280,7 +277,7 @@ class ActorObjective(RolloutObjective):
             # The exact KL needs the reference's hidden states: a forward pass per micro-batch.
             net, reference = self.reference or (self.net, None)
             assert reference is not None, "a KL loss needs a reference"
-            kl_tokens = self._kl_over_vocabulary(params, hidden, net, reference, rows)
+            kl_tokens = self._kl_over_vocabulary(output, (net, reference), rows)
         else:
             assert self.experience.ref_logprobs is not None, "a KL loss needs a reference"
             ref_logprobs = packing.to_rows(self.experience.ref_logprobs, rows)
@@ -289,18 +286,11 @@ class ActorObjective(RolloutObjective):
         return jnp.sum(weights.loss * kl_tokens)
 
     def _kl_over_vocabulary(
-        self,
-        params: Params,
-        hidden: Float[Array, "R L D"],
-        other_net: Transformer,
-        other: Params,
-        rows: Rows,
+        self, output: DecoderOutput, other: tuple[Transformer, Params], rows: Rows
     ) -> Float[Array, "R L"]:
         """Return KL(actor || other) of each token, with another frozen policy."""
-        other_hidden = forward.hidden_states(other_net, other, rows)
-        return forward.kl_over_vocabulary(
-            self.net, params, hidden, other_net, other, other_hidden, rows, self.options.temperature
-        )
+        others = DecoderOutput(*other, forward.hidden_states(*other, rows))
+        return forward.kl_over_vocabulary(output, others, rows, self.options.temperature)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -358,114 +348,6 @@ def roles_of_losses(actor: Actor, teacher: Teacher) -> tuple[str, ...]:
     """Return the frozen roles that the actor's loss runs."""
     reference = ("reference",) if needs_reference_pass(actor) else ()
     return (*reference, "teacher") if teacher.path and teacher.loss_coef else reference
-
-
-def clip_bounds(options: Actor) -> Clip:
-    """Return the bounds of the ratio that the options set."""
-    return Clip(
-        low=options.clip_ratio if options.clip_ratio_low is None else options.clip_ratio_low,
-        high=options.clip_ratio if options.clip_ratio_high is None else options.clip_ratio_high,
-        dual=options.clip_ratio_c or None,
-    )
-
-
-def policy_loss_inputs(
-    options: UpdateOptions,
-    logprobs: Float[Array, "R L"],
-    rows: Rows,
-    experience: Experience,
-    members_B: Bool[Array, " B"],
-) -> LossInputs:
-    """Return what a policy loss can ask for on some rows of the mini-batch of these samples."""
-    # Counts and sums cover whole responses, wherever their tokens are packed.
-    action_counts_B = experience.action_mask.sum(1)
-    batch = PolicyBatch(
-        logprobs=logprobs,
-        # The same policy: a ratio of 1, however differently the sampler's program rounds.
-        old_logprobs=(
-            jax.lax.stop_gradient(logprobs)
-            if options.is_on_policy
-            else packing.to_rows(experience.old_logprobs, rows)
-        ),
-        advantages=packing.to_rows(experience.advantages, rows),
-        mask=rows.mask,
-        action_counts=action_counts_B[rows.samples],
-    )
-    return LossInputs(
-        batch=batch,
-        clip=clip_bounds(options.actor),
-        sequence_sum=lambda x: packing.sample_sums(x, rows, len(action_counts_B)),
-        mini_batch=MiniBatchTokens(
-            old_logprobs=experience.old_logprobs,
-            advantages=experience.advantages,
-            mask=experience.action_mask & members_B[:, None],
-        ),
-        to_rows=lambda x: packing.to_rows(x, rows),
-    )
-
-
-def compute_policy_loss(name: str, inputs: LossInputs) -> tuple[PolicyLoss, Metrics]:
-    """Compute the policy loss that an option names, and a user-defined loss's metrics.
-
-    A user-defined loss is validated while the program is traced: one that takes a mean itself would
-    depend on how a batch is split. Raise `UserError` if it cannot be loaded, returns neither a
-    `PolicyLoss` nor that and a dict of metrics, or if a field or metric is not one number per
-    token.
-    """
-    named = inputs._asdict()
-    if name in POLICY_LOSSES:
-        function = POLICY_LOSSES[name].function
-        return function(**inputs_named(function, named)), {}
-    function = plugins.load_plugin(
-        name,
-        "actor.policy_loss",
-        ("batch", "clip"),
-        by_name=True,
-        other_arguments=lambda loss: tuple(inputs_named(loss, named)) or None,
-    )
-    result: Any = function(**inputs_named(function, named))
-    policy, metrics = result if type(result) is tuple and len(result) == 2 else (result, {})
-    if not isinstance(policy, PolicyLoss) or not isinstance(metrics, dict):
-        raise UserError(
-            f"config.actor.policy_loss={name!r}: returned {plugins.describe_result(result)}; "
-            "expected a kernels.losses.PolicyLoss, or that and a dict of metrics"
-        )
-    per_token = policy._asdict() | {f"metric {key!r}": value for key, value in metrics.items()}
-    shape = inputs.batch.mask.shape
-    for field, value in per_token.items():
-        if np.shape(value) != shape:
-            raise UserError(
-                f"config.actor.policy_loss={name!r}: its {field} has shape {np.shape(value)}; "
-                f"expected one number per token, {shape}"
-            )
-    return policy, metrics
-
-
-def _bits(x: Float32[Array, "..."]) -> Int32[Array, "..."]:
-    return jax.lax.bitcast_convert_type(x, jnp.int32)
-
-
-def _policy_metrics(policy: PolicyLoss, entropy: Float[Array, "R L"], weights: Weights) -> Metrics:
-    """Return metrics of how far the policy has moved since the rollout."""
-    counts = weights.mean > 0
-
-    def mean(x: jax.Array) -> jax.Array:
-        return jnp.sum(weights.mean * x)
-
-    # Reported twice: over all steps, and of the first step alone (FIRST_MAX).
-    log_ratio_max = jnp.where(counts, jnp.abs(policy.log_ratio), 0).max()
-    return {
-        "actor/entropy": mean(entropy),
-        # Schulman's k3 of the update itself: non-negative, 0 while the policy has not moved.
-        "actor/approx_kl": mean(jnp.expm1(policy.log_ratio) - policy.log_ratio),
-        "actor/ratio_mean": mean(policy.ratio),
-        "actor/ratio_min": jnp.where(counts, policy.ratio, jnp.inf).min(),
-        "actor/ratio_max": jnp.where(counts, policy.ratio, -jnp.inf).max(),
-        "actor/log_ratio_max": log_ratio_max,
-        "actor/first_log_ratio": log_ratio_max,
-        "actor/clip_fraction": mean(policy.clipped),
-        "actor/dual_clip_fraction": mean(policy.dual_clipped),
-    }
 
 
 def weighted_value_loss(

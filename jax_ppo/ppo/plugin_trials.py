@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax_ppo.config.schema import Actor, Algorithm
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.kernels.losses import LossInputs, MiniBatchTokens, padded_batch, row_sum
-from jax_ppo.ppo import advantages, objectives
+from jax_ppo.ppo import advantages, policy_loss
 from jax_ppo.ppo.objectives import METRICS, OTHER_ACTOR_METRICS
 from jax_ppo.ppo.reward_shaping import KLFunction, get_kl_estimator
 
@@ -62,12 +62,12 @@ def policy_loss_metrics(options: Actor) -> tuple[str, ...]:
         nonlocal names
         inputs = LossInputs(
             batch=padded_batch(logprobs, others, others, others > 0),
-            clip=objectives.clip_bounds(options),
+            clip=policy_loss.clip_bounds(options),
             sequence_sum=row_sum,
             mini_batch=MiniBatchTokens(others, others, others > 0),
             to_rows=jnp.asarray,
         )
-        policy, metrics = objectives.compute_policy_loss(options.policy_loss, inputs)
+        policy, metrics = policy_loss.compute_policy_loss(options.policy_loss, inputs)
         names = tuple(metrics)
         return jnp.sum(policy.loss)
 

@@ -1,12 +1,30 @@
-"""The table of the programs of a step: what runs in each, for plans and counts of FLOPs."""
+"""The programs of a step: their table, for plans and counts of FLOPs, and a step on shapes.
 
+That step compiles the programs and computes nothing: `take_ppo_step` itself runs, inside
+`run_on_shapes`. The host's part has stand-ins: responses have one token (`placement.to_host`), no
+rule is applied, and an engine that is not the built-in one returns the shapes of its responses.
+"""
+
+import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
+
+from jax_ppo.data.prompt_batches import PromptBatch, PromptBatches
 from jax_ppo.ppo.objectives import roles_of_losses
+from jax_ppo.ppo.reward_inputs import ModelInputs
+from jax_ppo.ppo.rewarding import RuleRewards, RuleScorer
+from jax_ppo.ppo.samples import choose_source
+from jax_ppo.ppo.step import take_ppo_step
 from jax_ppo.ppo.step_parts import StepOptions, StepParts
+from jax_ppo.runtime import sharding
+from jax_ppo.sampler.other_mesh import engine_on_shapes
 from jax_ppo.training.networks import Networks
+from jax_ppo.training.state import TrainState
+from jax_ppo.types import Rollout
 
 # What a program does, which decides how its memory and its work are counted.
 Kind = Literal["resharding", "sampling", "forward pass", "elementwise", "update"]
@@ -36,21 +54,21 @@ PROGRAMS: tuple[StepProgram, ...] = (
         label="decoding weights",
         kind="resharding",
         role="actor",
-        runs=lambda options, nets: not options.reads_responses,
+        runs=lambda options, nets: not options.config.learns_from_files,
     ),
     StepProgram(
         name="sample",
         label="sampling",
         kind="sampling",
         role="actor",
-        runs=lambda options, nets: not options.reads_responses,
+        runs=lambda options, nets: not options.config.learns_from_files,
     ),
     StepProgram(
         name="draw_again",
         label="drawing again",
         kind="forward pass",
         role="actor",
-        runs=lambda options, nets: options.rollout.exact,
+        runs=lambda options, nets: options.config.rollout.exact,
         forwards=lambda options: ("actor",),
     ),
     StepProgram(
@@ -98,7 +116,7 @@ PROGRAMS: tuple[StepProgram, ...] = (
         label="update, actor",
         kind="update",
         role="actor",
-        runs=lambda options, nets: options.trains_actor,
+        runs=lambda options, nets: not options.config.trainer.critic_only,
         forwards=lambda options: roles_of_losses(options.update.actor, options.experience.teacher),
         epochs=lambda options: options.update.actor.ppo_epochs,
     ),
@@ -116,7 +134,7 @@ PROGRAMS: tuple[StepProgram, ...] = (
 def planned_programs(step: StepParts) -> tuple[StepProgram, ...]:
     """Return the programs of a step whose shapes are known before it.
 
-    Those of a reward model with its own tokenizer depend on the responses.
+    Those of a reward model with another tokenizer depend on the responses.
     """
     return tuple(
         program
@@ -129,3 +147,62 @@ def planned_programs(step: StepParts) -> tuple[StepProgram, ...]:
 def find_step_program(name: str) -> StepProgram:
     """Return the program of this name."""
     return next(program for program in PROGRAMS if program.name == name)
+
+
+def take_step_on_shapes(
+    parts: StepParts, state: TrainState, batches: PromptBatches, step: int = 0
+) -> None:
+    """Take a step and, if there is one, the next; call it inside `run_on_shapes`.
+
+    `state` has shapes, those of both steps. `batches` are for these steps alone: their position and
+    solve rates change. The second step compiles only what reads something that the first one left.
+    """
+    rules = _RewardShapes(**vars(parts.rules), reads_rollout=parts.reads_rollout)
+    parts = dataclasses.replace(
+        parts, engine=engine_on_shapes(parts.engine, parts.mesh), rules=rules
+    )
+    source = choose_source(parts, batches)
+    for number in range(step, min(step + 2, parts.total_steps)):
+        take_ppo_step(parts, state, source, number, _Unobserved())
+
+
+class _Unobserved:
+    """A `StepObserver` that follows nothing."""
+
+    def phase(self, name: str) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def write_pending_report(self) -> None:
+        pass
+
+
+@dataclasses.dataclass(frozen=True)
+class _RewardShapes(RuleScorer):
+    """Rules that apply nothing: the shapes of the rewards of a rollout."""
+
+    # Whether a reward model reads the sampled tokens: the shapes of others depend on the texts.
+    reads_rollout: bool = True
+
+    def score(self, batch: PromptBatch, rollout: Rollout) -> RuleRewards:
+        samples, length = rollout.responses.shape
+        rows = sharding.batch_rows(self.mesh, samples)
+
+        def shape(*rest: int) -> Any:
+            return jax.ShapeDtypeStruct((samples, *rest), jnp.float32, sharding=rows)
+
+        return RuleRewards(
+            scores=shape(),
+            steps=shape(length) if self.options.process_rewards else rollout.turn_rewards,
+            correct=shape(),
+            failures=0,
+            scored=samples,
+            extra={},
+            figures={name: shape() for name in self.figures},
+        )
+
+    def add_model_scores(
+        self, nets: Networks, state: TrainState, rewards: RuleRewards, rows: ModelInputs
+    ) -> jax.Array:
+        if not self.reads_rollout:
+            return rewards.scores
+        return super().add_model_scores(nets, state, rewards, rows)

@@ -1,11 +1,10 @@
-"""The input of a reward model with its own tokenizer: responses decoded, tokenized again, packed.
+"""The input of a reward model with another tokenizer: responses decoded, tokenized again, packed.
 
-The host does this, each process for its own responses, while the mesh scores the rollout.
+The host does this, each process for a part of the responses, while the mesh scores the rollout.
 """
 
 import dataclasses
 import logging
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
@@ -20,51 +19,66 @@ from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.prompt_batches import pad_token_rows
 from jax_ppo.errors import UserError
 from jax_ppo.models import rope
-from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.deberta_encoder import Deberta
 from jax_ppo.models.hf.deberta import DebertaArchitecture
 from jax_ppo.models.hf.peft import holds_critic
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.training import packing
-from jax_ppo.types import Example, Packing, Sequences
+from jax_ppo.types import Example, PackedRows, Sequences
 
 log = logging.getLogger(__name__)
 
-# Arguments of `reward_model_scores`: samples, their packing, and its micro-batch count.
-ModelInputs = tuple[Sequences, Packing, jax.Array]
+ModelInputs = tuple[Sequences, PackedRows]  # arguments of `reward_model_scores`
 
 
-def make_reward_inputs(
-    *,
-    options: Reward,
-    packed: bool,
-    mesh: Mesh,
-    net: Transformer | Deberta,
-    folder: Path,
-    actor_tokenizer: Any,
-    report: Callable[[str], None],
-    date: str = "",
-    prompts_are_chats: bool = True,
-) -> "RewardInputs | None":
-    """Return the maker of the reward model's input, or `None` if it reads the sampled tokens.
-
-    A decoder reads prompts that are text (`prompts_are_chats` is False) as text, even if its
-    tokenizer has a chat template. `report` is called with lines for the user. Raise `UserError` if
-    the model cannot read its input in the form that the options ask for.
-    """
+def load_reward_tokenizer(
+    options: Reward, net: Transformer | Deberta, folder: Path, actor_tokenizer: Any, date: str
+) -> tuple[Any, list[str]]:
+    """Return the reward model's tokenizer, the actor's for a decoder without one; and notes."""
+    notes = []
     if holds_critic(folder):
-        report(
+        notes.append(
             f"note: config.reward.model_path={options.model_path!r} is a classifier of tokens, as "
             "critics are exported: its score of a token is the return expected after it"
         )
-    tokenizer = _load_reward_tokenizer(options, net, folder, actor_tokenizer, date)
+    if tokenizer_lib.has_tokenizer(folder):
+        tokenizer = tokenizer_lib.load_tokenizer(str(folder), "config.reward.model_path", date)
+        return tokenizer, notes
+    if isinstance(net, Deberta):
+        raise UserError(
+            f"config.reward.model_path={options.model_path!r}: {folder} has no tokenizer (none of "
+            f"{', '.join(tokenizer_lib.TOKENIZER_FILES)}); copy the encoder's into it"
+        )
+    return actor_tokenizer, notes
+
+
+def make_reward_inputs(
+    options: Reward,
+    mesh: Mesh,
+    net: Transformer | Deberta,
+    tokenizers: tuple[Any, Any],
+    *,
+    packed: bool,
+    prompts_are_chats: bool = True,
+) -> tuple["RewardInputs | None", list[str]]:
+    """Return the maker of the reward model's input, `None` if it reads the sampled tokens.
+
+    `tokenizers` are the model's and the actor's. A decoder reads prompts that are text as text,
+    even if its tokenizer has a chat template. Raise `UserError` if the model cannot read its input
+    in the form that the options ask for.
+
+    Returns:
+      The maker, and lines for the user.
+    """
+    tokenizer, actor_tokenizer = tokenizers
     is_encoder = isinstance(net, Deberta)
     if is_encoder and options.score_position != "auto":
         raise UserError(
             f"config.reward.score_position={options.score_position!r}: is not read: this reward "
             "model is an encoder, whose score is that of its first token; leave it unset"
         )
+    lines, inputs = [], None
     # A model with the actor's tokenizer scores the rollout itself: no input is made.
     if (
         options.model_input == "auto"
@@ -79,100 +93,74 @@ def make_reward_inputs(
                     "config.reward.model_input"
                 )
         ends = (*net.architecture.eos_ids, tokenizer.eos_token_id)
-        _explain_score_position(options, net, ends, report)
-        return None
-    # From here on the model reads texts in its own tokens.
-    reader = _make_reader(options, net, tokenizer, prompts_are_chats)
-    meshes.validate_architecture(mesh, net.architecture, is_encoder=is_encoder)
-    report(
-        f"the reward model reads prompt and response as {reader.form}, in tokens of its own, at "
-        f"most {reader.max_length}"
-    )
-    _explain_score_position(options, net, reader.ends, report)
-    return RewardInputs(
-        mesh=mesh,
-        reader=reader,
-        actor_tokenizer=actor_tokenizer,
-        rows_per_device=options.micro_batch_size_per_device,
-        packed=packed,
-        # An encoder reads whole rows: context devices take different rows.
-        row_parts=1 if is_encoder else meshes.row_parts(mesh),
-    )
-
-
-def _load_reward_tokenizer(
-    options: Reward, net: Transformer | Deberta, folder: Path, actor_tokenizer: Any, date: str
-) -> Any:
-    """Return the reward model's tokenizer; a decoder without one has the actor's."""
-    if tokenizer_lib.has_tokenizer(folder):
-        return tokenizer_lib.load_tokenizer(str(folder), "config.reward.model_path", date)
-    if isinstance(net, Deberta):
-        raise UserError(
-            f"config.reward.model_path={options.model_path!r}: {folder} has no tokenizer (none of "
-            f"{', '.join(tokenizer_lib.TOKENIZER_FILES)}); copy the encoder's into it"
+    else:
+        # The model reads texts, which its tokenizer reads.
+        reader = _make_reader(options, net, tokenizer, prompts_are_chats)
+        meshes.validate_architecture(mesh, net.architecture, is_encoder=is_encoder)
+        lines.append(
+            f"the reward model reads prompt and response as {reader.form}, in tokens of its own, "
+            f"at most {reader.max_length}"
         )
-    return actor_tokenizer
+        ends = reader.ends
+        inputs = RewardInputs(
+            mesh=mesh,
+            reader=reader,
+            actor_tokenizer=actor_tokenizer,
+            rows_per_device=options.micro_batch_size_per_device,
+            packed=packed,
+            # An encoder reads whole rows: context devices take different rows.
+            row_parts=1 if is_encoder else meshes.row_parts(mesh),
+        )
+    if isinstance(net, Deberta) or options.score_position != "auto":
+        return inputs, lines
+    if net.architecture.pad_id in ends:
+        lines.append(
+            "the reward model's score is read at the token before the final EOS, which is also its "
+            "pad token: right for a model of jax_ppo.reward_model or of transformers; "
+            "config.reward.score_position=last_token is for one that was trained at the EOS"
+        )
+    return inputs, lines
 
 
 def _make_reader(
     options: Reward, net: Transformer | Deberta, tokenizer: Any, prompts_are_chats: bool
 ) -> model_inputs.RewardInputEncoder:
-    """Return what turns prompts and responses into the reward model's own tokens."""
-    is_encoder = isinstance(net, Deberta)
+    """Return what turns prompts and responses into the reward model's tokens."""
+    is_encoder, architecture = isinstance(net, Deberta), net.architecture
     # The form says how prompt and response are joined.
     form = options.model_input
     if form == "auto":
         is_chat = tokenizer.chat_template and prompts_are_chats
         form = "pair" if is_encoder else "chat" if is_chat else "text"
-    max_length = _max_length(options, net.architecture)
-    # JAX raises no error for token ids past the embedding.
-    if len(tokenizer) > net.architecture.vocab_size:
-        raise UserError(
-            f"config.reward.model_path={options.model_path!r}: the tokenizer there has "
-            f"{len(tokenizer)} tokens, the model's embedding {net.architecture.vocab_size}; "
-            "they do not belong together"
-        )
-    try:
-        return model_inputs.RewardInputEncoder(tokenizer, form, max_length, with_eos=not is_encoder)
-    except ValueError as obstacle:
-        raise UserError(
-            f"config.reward.model_input={options.model_input!r}: the reward model cannot read "
-            f"this as {form}: {obstacle}"
-        ) from None
-
-
-def _explain_score_position(
-    options: Reward,
-    net: Transformer | Deberta,
-    ends: tuple[int, ...],
-    report: Callable[[str], None],
-) -> None:
-    """Report where a decoder's score is read if an input may end in the pad token."""
-    if isinstance(net, Deberta) or options.score_position != "auto":
-        return
-    if net.architecture.pad_id in ends:
-        report(
-            "the reward model's score is read at the token before the final EOS, which is also its "
-            "pad token: right for a model of jax_ppo.reward_model or of transformers; "
-            "config.reward.score_position=last_token is for one that was trained at the EOS"
-        )
-
-
-def _max_length(options: Reward, architecture: Architecture | DebertaArchitecture) -> int:
-    """Return the number of tokens that the model reads at most."""
     if isinstance(architecture, DebertaArchitecture):
-        longest = architecture.max_position_embeddings
-        is_bounded = architecture.absolute_positions
+        # Without absolute positions there is no table that a longer input would run out of.
+        longest, is_bounded = (
+            architecture.max_position_embeddings,
+            architecture.absolute_positions,
+        )
     else:
-        longest = rope.max_sequence_length(architecture)
-        is_bounded = True
-    # Without absolute positions there is no table that a longer input would run out of.
+        longest, is_bounded = rope.max_sequence_length(architecture), True
     if is_bounded and (options.max_length or 0) > longest:
         raise UserError(
             f"config.reward.max_length={options.max_length}: the reward model takes {longest} "
             "tokens at most (its config.json)"
         )
-    return options.max_length or longest
+    # JAX raises no error for token ids past the embedding.
+    if len(tokenizer) > architecture.vocab_size:
+        raise UserError(
+            f"config.reward.model_path={options.model_path!r}: the tokenizer there has "
+            f"{len(tokenizer)} tokens, the model's embedding {architecture.vocab_size}; "
+            "they do not belong together"
+        )
+    try:
+        return model_inputs.RewardInputEncoder(
+            tokenizer, form, options.max_length or longest, with_eos=not is_encoder
+        )
+    except ValueError as obstacle:
+        raise UserError(
+            f"config.reward.model_input={options.model_input!r}: the reward model cannot read "
+            f"this as {form}: {obstacle}"
+        ) from None
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -257,8 +245,7 @@ class RewardInputs:
             **placement.place(columns, sharding.batch_rows(mesh, total)),
         )
         first_group = packing.split_columns(jax.tree.map(lambda x: x[0], packed), shards, parts)
-        return (
-            sequences,
+        return sequences, (
             placement.place(first_group, sharding.rows(mesh, axis=1)),
             placement.place(counts[0], sharding.replicated(mesh)),
         )

@@ -4,7 +4,7 @@ Also what all parts of `estimate_experience` share: its options, masks and types
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -26,7 +26,7 @@ from jax_ppo.kernels.masked_statistics import (
 from jax_ppo.ppo.forward_passes import ForwardOutputs
 from jax_ppo.registries import KL_CONTROLLERS, KL_ESTIMATORS
 from jax_ppo.training.learner import Metrics
-from jax_ppo.types import Sequences
+from jax_ppo.types import Sequences, pytree
 
 KLFunction = Callable[[jax.Array], jax.Array]
 Tokens = Float32[Array, "B T"]
@@ -61,6 +61,16 @@ class ExperienceOptions:
         )
 
 
+@pytree
+class EarnedRewards:
+    """What the responses of a rollout earned."""
+
+    scores: Float32[Array, " B"]  # at their ends
+    steps: Tokens | None = None  # within them
+    # What the advantage estimator asks for, by name.
+    figures: Mapping[str, Float32[Array, " B"]] = dataclasses.field(default_factory=dict)
+
+
 class Masks(NamedTuple):
     """Masks over the tokens and samples of a rollout."""
 
@@ -85,11 +95,12 @@ def shape_rewards(
     moments: Moments | None,
     sequences: Sequences,
     masks: Masks,
-    rewards: Float32[Array, " B"],
-    step_rewards: Tokens | None,
+    rewards: EarnedRewards,
 ) -> tuple[Tokens, Metrics]:
     """Return the reward of each token before the KL penalty, [B, T]."""
-    earned = rewards if step_rewards is None else rewards + step_rewards.sum(1)
+    earned = rewards.scores
+    if rewards.steps is not None:
+        earned += rewards.steps.sum(1)
     lengths = sequences.lengths
     # Metrics describe what was earned, before any shaping.
     metrics = {
@@ -103,11 +114,11 @@ def shape_rewards(
     }
     if options.algorithm.mask_truncated:
         metrics["response_length/masked_share"] = 1 - masks.samples.mean(dtype=jnp.float32)
-    scores = shape_scores(options, moments, rewards, lengths, sequences.truncated)
+    scores = shape_scores(options, moments, rewards.scores, lengths, sequences.truncated)
     # The score is earned by the last chosen token, not by a tool's output after it.
     token_rewards = jnp.where(last_actions(masks.actions), scores[:, None], 0.0)
-    if step_rewards is not None:
-        token_rewards += move_to_actions(step_rewards, masks.actions)
+    if rewards.steps is not None:
+        token_rewards += move_to_actions(rewards.steps, masks.actions)
     return token_rewards, metrics
 
 

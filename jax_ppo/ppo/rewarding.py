@@ -23,7 +23,7 @@ from jax_ppo.ppo import forward_passes
 from jax_ppo.ppo.reward_inputs import ModelInputs, RewardInputs
 from jax_ppo.rewards.batch import ScoredBatch, describe_misses, score_batch, scored_misses
 from jax_ppo.rewards.custom import BatchFunction, assign_step_rewards
-from jax_ppo.rewards.samples import RewardFunction, RewardResult, RewardRow
+from jax_ppo.rewards.samples import RewardFunction, RewardResult
 from jax_ppo.rewards.worker_pool import RewardWorkers
 from jax_ppo.runtime import distributed, placement, sharding, signals
 from jax_ppo.runtime.compiled_programs import program
@@ -37,24 +37,20 @@ class RuleRewards:
     """Rewards of a rollout by rules; arrays on the mesh."""
 
     scores: jax.Array  # float32 [B]
-    # float32 [B, T], rewards within the responses, by `reward.process_rewards` or of turns by an
-    # environment; `None` without either.
+    # float32 [B, T], within the responses, by `reward.process_rewards` or an environment.
     steps: jax.Array | None
     correct: jax.Array  # float32 [B], 1 or 0; `NOTHING` if the rules do not define correctness
     failures: int  # number of samples whose rule failed, without those that fill up the batch
-    # Number of samples that were scored, without these; more than B if the batch was selected from
-    # them.
-    scored: int
-    # Metrics of rules and environment, means over the samples that have them; and
-    # `reward/model_inputs_cut`, how many inputs were too long for the reward model.
+    scored: int  # number of samples, without these; more than B if the batch was selected from them
+    # Metrics of rules and environment, means over the samples that have them; and how many inputs
+    # were too long for the reward model.
     extra: dict[str, float]
     # The first sample of this process whose rule failed and why; "" if none did.
     first_failure: str = ""
-    # The input of a reward model with its own tokenizer, as `reward_model_scores` takes it; `None`
+    # The input of a reward model with another tokenizer, as `reward_model_scores` takes it; `None`
     # if the model reads the samples themselves.
     model_inputs: ModelInputs | None = None
-    # The answers that the rules read, by row; rows without one are left out.
-    answers: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    answers: Mapping[int, str] = dataclasses.field(default_factory=dict)  # that rules read, by row
     # Wrong responses of this process, as `describe_misses` returns them.
     misses: tuple[str, ...] = ()
     # The figures that the advantage estimator asks for, float32 [B] each.
@@ -84,8 +80,7 @@ class LocalResponses(NamedTuple):
     examples: list[Example]  # the example of each response
     tokens: list[np.ndarray]  # int [length] each
     texts: list[str]  # the decoded responses
-    # What the policy wrote of the texts, without observations: rules read these, a reward model the
-    # whole texts.
+    # What the policy wrote of these, which rules read; a reward model reads the whole texts.
     policy_texts: list[str]
     thoughts: list[str]  # the marks of thoughts that their prompts have opened, "" without one
 
@@ -117,14 +112,11 @@ class RuleScorer:
     mesh: Mesh
     tokenizer: Any  # the actor's
     options: Reward  # `config.reward`
-    # The reward function, or the worker processes that apply it; `None` if a reward model is the
-    # only reward.
+    # The reward function, or what applies it; `None` if a reward model is the only reward.
     rule: RewardFunction | BatchFunction | RewardWorkers | None
     model_weight: float  # the weight of the reward model's score
-    # Makes the input of a reward model with its own tokenizer; `None` otherwise.
-    reward_inputs: RewardInputs | None
-    # Answers the policy's turns; `None` if responses are one turn.
-    environment: HostEnvironment | None = None
+    reward_inputs: RewardInputs | None  # for a reward model with another tokenizer
+    environment: HostEnvironment | None = None  # answers the policy's turns, if there is one
     figures: tuple[str, ...] = ()  # names of the figures that the advantage estimator asks for
 
     def running(self) -> contextlib.AbstractContextManager[object]:
@@ -136,7 +128,7 @@ class RuleScorer:
     def score(self, batch: PromptBatch, rollout: Rollout) -> RuleRewards:
         """Score this process's responses.
 
-        Rules read the policy's own tokens, without the observations that an environment has
+        Rules read the policy's tokens, without the observations that an environment has
         inserted. A reward model reads those, too.
         """
         total, max_length = rollout.responses.shape
@@ -168,7 +160,9 @@ class RuleScorer:
             )
         # An exchange between processes: every process must reach this line.
         failures, extra = _describe_rollout(self.mesh, responses.indices, per_sample, total, real)
-        answers = _gather_answers(responses.indices, scored)
+        answers = distributed.allgather_json(
+            [(int(row), x) for row, x in zip(responses.indices, scored.answers, strict=True)]
+        )
         read = list(map("".join, zip(responses.thoughts, responses.policy_texts, strict=True)))
         return RuleRewards(
             scores=self._place(responses, scored.scores, total),
@@ -179,7 +173,7 @@ class RuleScorer:
             extra=extra,
             first_failure=scored.first_failure,
             model_inputs=model_inputs,
-            answers=answers,
+            answers={row: x for pairs in answers for row, x in pairs if x is not None},
             misses=describe_misses(scored_misses(responses.examples, read, scored)),
             figures=self._place_figures(responses, scored, total),
         )
@@ -189,7 +183,7 @@ class RuleScorer:
     ) -> jax.Array:
         """Return the scores [B] plus the weighted ones of the reward model, if there is one.
 
-        It reads `rows`, the sampled tokens packed, unless it has its own tokenizer.
+        It reads `rows`, the sampled tokens packed, unless it has another tokenizer.
         """
         if nets.reward is None:
             return rewards.scores
@@ -253,7 +247,8 @@ class RuleScorer:
         with signals.limited("scoring the rewards") as activity:
             count = int(np.searchsorted(responses.indices, real))
             scored = score_batch(
-                self.rule or _score_zero,
+                # All of the reward may be a reward model's or an environment's.
+                self.rule or (lambda row, response: RewardResult(0.0)),
                 responses.examples[:count],
                 responses.policy_texts[:count],
                 self.options,
@@ -280,11 +275,6 @@ class RuleScorer:
         for row, (steps, response) in enumerate(zip(scored.step_rewards, responses, strict=True)):
             rewards[row] = assign_step_rewards(steps, response.tolist(), decode, max_length)
         return rewards
-
-
-def _score_zero(row: RewardRow, response: str) -> RewardResult:
-    """Return a score of 0, where all of the reward is a reward model's or an environment's."""
-    return RewardResult(0.0)
 
 
 class FailedSteps:
@@ -338,16 +328,6 @@ def mean_of_known(values: np.ndarray) -> float:
     """Return the mean of the values that are not NaN; NaN if there are none."""
     # np.nanmean warns where there is nothing to average.
     return math.nan if np.isnan(values).all() else float(np.nanmean(values))
-
-
-def _gather_answers(indices: np.ndarray, scored: ScoredBatch) -> dict[int, str]:
-    """Return the answers that all processes have read, by row, in every process."""
-    local = [
-        (int(row), answer)
-        for row, answer in zip(indices, scored.answers, strict=True)
-        if answer is not None
-    ]
-    return {row: answer for pairs in distributed.allgather_json(local) for row, answer in pairs}
 
 
 def gather_samples(

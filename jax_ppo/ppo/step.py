@@ -19,6 +19,8 @@ import jax
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.forward_passes import ForwardOutputs, join_sequences, run_forward_passes
 from jax_ppo.ppo.mini_batches import RolloutPacking, sample_lengths
+from jax_ppo.ppo.reward_inputs import ModelInputs
+from jax_ppo.ppo.reward_shaping import EarnedRewards
 from jax_ppo.ppo.rewarding import RuleRewards
 from jax_ppo.ppo.samples.source import SampledBatch, SampleSource
 from jax_ppo.ppo.step_parts import StepObserver, StepParts
@@ -55,7 +57,9 @@ def take_ppo_step(
 
     # 3. Apply the rules on the host while the mesh computes, then add a reward model's scores.
     samples.begin_next(state, step, observer)
-    rule_rewards, rewards = apply_rewards(parts, state, sampled, (sequences, packed), observer)
+    rule_rewards, rewards = apply_rewards(
+        parts, state, sampled, (sequences, packed.forward), observer
+    )
 
     # 4. Estimate advantages and returns.
     experience, metrics = estimate_experience(
@@ -64,9 +68,7 @@ def take_ppo_step(
         sequences,
         sampled.rollout.logprobs,
         outputs,
-        rewards,
-        rule_rewards.steps,
-        rule_rewards.figures,
+        EarnedRewards(rewards, rule_rewards.steps, rule_rewards.figures),
     )
 
     # 5. Update actor and critic. This donates the buffers of `state`.
@@ -95,10 +97,10 @@ def start_forward_passes(
 ) -> tuple[Sequences, ForwardOutputs]:
     """Return prompts and responses joined, and the outputs of the forward passes over them."""
     options = parts.step_options
-    sequences = join_sequences(sampled.rollout, options.sequence_length)
+    sequences = join_sequences(sampled.rollout, parts.config.sequence_length)
     with observer.phase("forward"):
         return sequences, run_forward_passes(
-            options.forward, parts.nets, state, sequences, *packed.forward
+            options.forward, parts.nets, state, sequences, packed.forward
         )
 
 
@@ -106,7 +108,7 @@ def apply_rewards(
     parts: StepParts,
     state: TrainState,
     sampled: SampledBatch,
-    rows: tuple[Sequences, RolloutPacking],
+    inputs: ModelInputs,
     observer: StepObserver,
 ) -> tuple[RuleRewards, jax.Array]:
     """Return the rules' rewards of a batch, and the scores with those of a reward model.
@@ -118,8 +120,6 @@ def apply_rewards(
         rule_rewards = sampled.rule_rewards
         if rule_rewards is None:
             rule_rewards = parts.rules.score(sampled.batch, sampled.rollout)
-    sequences, packed = rows
-    inputs = (sequences, *packed.forward)
     return rule_rewards, parts.rules.add_model_scores(parts.nets, state, rule_rewards, inputs)
 
 

@@ -1,20 +1,29 @@
-"""What a PPO step computes with."""
+"""What a PPO step computes with: options, models, and the engine that samples."""
 
 import contextlib
 import dataclasses
-from typing import Protocol
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 from jax.sharding import Mesh
 
+from jax_ppo.config.parsing import parse_strings
+from jax_ppo.config.rollout_options import Sampling
 from jax_ppo.config.schema import Config, RolloutOptions
 from jax_ppo.data.tokenize_prompts import PromptDataset
+from jax_ppo.data.tokenizer import token_bytes
+from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo.forward_passes import ForwardOptions
 from jax_ppo.ppo.mini_batches import RolloutPacker
 from jax_ppo.ppo.objectives import UpdateOptions
 from jax_ppo.ppo.reward_shaping import ExperienceOptions
 from jax_ppo.ppo.rewarding import RuleScorer
-from jax_ppo.runtime import placement, sharding
-from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
+from jax_ppo.runtime import meshes, placement, sharding
+from jax_ppo.sampler.built_in import BuiltInEngine
+from jax_ppo.sampler.engine import Environment, RolloutEngine, SamplingOptions
+from jax_ppo.sampler.other_mesh import OtherMeshEngine, SeparateEngine
+from jax_ppo.sampler.text_search import TextSearch, search_for
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.random_streams import SampleKeys
 from jax_ppo.training.state import TrainState, policy_params
@@ -23,36 +32,24 @@ from jax_ppo.types import Params, Prompts
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
-    """Options of a step."""
+    """Options of a step: all, and those that are static arguments of its compiled functions."""
 
-    forward: ForwardOptions
-    experience: ExperienceOptions
-    update: UpdateOptions
-    prompts_per_step: int  # how many prompts a step takes
-    sequence_length: int  # S, tokens of the longest prompt and response together
-    rollout: RolloutOptions
-    responses_per_prompt: int  # how many responses to each prompt the update learns from
-    selects_samples: bool  # whether rewards decide which samples the update learns from
-    has_step_rewards: bool  # rewards are also earned within responses
-    reads_responses: bool  # responses are read from files, and none is sampled for training
-    trains_actor: bool  # False trains the critic alone
+    config: Config
 
-    @classmethod
-    def from_config(cls, config: Config) -> "StepOptions":
-        """Collect the options from all sections."""
-        return cls(
-            forward=ForwardOptions.from_config(config),
-            experience=ExperienceOptions.from_config(config),
-            update=UpdateOptions.from_config(config),
-            prompts_per_step=config.data.train_batch_size,
-            sequence_length=config.sequence_length,
-            rollout=config.rollout,
-            responses_per_prompt=config.responses_per_prompt,
-            selects_samples=config.selects_samples,
-            has_step_rewards=config.has_step_rewards,
-            reads_responses=config.learns_from_files,
-            trains_actor=not config.trainer.critic_only,
-        )
+    @functools.cached_property
+    def forward(self) -> ForwardOptions:
+        """Return the options of the forward passes."""
+        return ForwardOptions.from_config(self.config)
+
+    @functools.cached_property
+    def experience(self) -> ExperienceOptions:
+        """Return the options of `estimate_experience`."""
+        return ExperienceOptions.from_config(self.config)
+
+    @functools.cached_property
+    def update(self) -> UpdateOptions:
+        """Return the options of the update."""
+        return UpdateOptions.from_config(self.config)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +62,7 @@ class StepParts:
     engine: RolloutEngine  # generates responses, with the parameters that `policy_params` returns
     sampling: SamplingOptions  # how it samples for training (`rollout`)
     total_steps: int  # number of steps of the whole run; 0 where nothing is trained
-    # Whether the reward model, if there is one, reads the sampled tokens; the shapes of its own
+    # Whether the reward model, if there is one, reads the sampled tokens; the shapes of other
     # tokens depend on the texts.
     reads_rollout: bool
 
@@ -75,9 +72,14 @@ class StepParts:
     rules: RuleScorer
 
     @property
+    def config(self) -> Config:
+        """Return all options."""
+        return self.step_options.config
+
+    @property
     def samples(self) -> int:
         """Return the number of samples that a step learns from."""
-        return self.step_options.prompts_per_step * self.step_options.responses_per_prompt
+        return self.config.data.train_batch_size * self.config.responses_per_prompt
 
     def place_prompts(self, prompts: Prompts) -> Prompts:
         """Return the prompts on the mesh, their rows split if the devices divide them."""
@@ -96,3 +98,70 @@ class StepObserver(Protocol):
 
     def write_pending_report(self) -> None:
         """Write what is pending; called where the mesh works and the host has time."""
+
+
+def make_engine(
+    engine_class: Callable[..., RolloutEngine],
+    actor: Transformer,
+    params: Params,
+    mesh: Mesh,
+    rollout_mesh: Mesh,
+) -> RolloutEngine:
+    """Return the engine that samples from the actor, on a separate mesh if it has one.
+
+    `params` has the shapes of the parameters that it samples with, which `update_weights` brings;
+    `mesh` is the run's, `rollout_mesh` the one to decode on.
+    """
+    if not meshes.shares_devices(mesh, rollout_mesh):
+        built_in = BuiltInEngine(rollout_mesh, actor, params, trained_on=mesh)
+        return SeparateEngine(built_in, mesh=rollout_mesh, run_mesh=mesh)
+    engine = engine_class(mesh=rollout_mesh, actor=actor, params=params)
+    if rollout_mesh == mesh:
+        return engine
+    return OtherMeshEngine(engine, mesh=rollout_mesh, run_mesh=mesh)
+
+
+def make_stop_search(options: RolloutOptions, tokenizer: Any, vocab_size: int) -> TextSearch | None:
+    """Return the search for `rollout.stop`, `None` if it is unset.
+
+    Raise `UserError` if strings cannot be searched for with this tokenizer.
+    """
+    strings = parse_strings(options.stop)
+    if not strings:
+        return None
+    tokens = token_bytes(tokenizer, f"config.rollout.stop={strings}")[:vocab_size]
+    return search_for(strings, tokens, vocab_size)
+
+
+def sampling_options(
+    rollout: RolloutOptions,
+    options: Sampling,
+    max_response_length: int,
+    eos_ids: Iterable[int | None],
+    stop: TextSearch | None = None,
+    environment: Environment | None = None,
+) -> SamplingOptions:
+    """Return the engine's options for `rollout` or `rollout.val_kwargs`.
+
+    Of `eos_ids`, which end a response, repeated ones and `None` are left out; `stop` is the result
+    of `make_stop_search`.
+    """
+    partial_length = None
+    if rollout.max_staleness > 1:
+        partial_length = rollout.partial_length or max(1, max_response_length // 8)
+    return SamplingOptions(
+        max_response_length=max_response_length,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        n=options.n,
+        eos_ids=tuple(dict.fromkeys(i for i in eos_ids if i is not None)),
+        slots=rollout.max_num_seqs or None,
+        partial_length=partial_length,
+        min_new_tokens=rollout.min_new_tokens,
+        stop=stop,
+        environment=environment,
+        max_turns=rollout.multi_turn.max_assistant_turns,
+        max_turn_length=rollout.multi_turn.max_turn_length,
+    )

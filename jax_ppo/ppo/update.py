@@ -7,7 +7,6 @@ mini-batch is split into micro-batches or over devices, so neither split changes
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import optax
@@ -49,21 +48,9 @@ class Trained:
     optimizer_state: optax.OptState
 
 
-@pytree
-class UpdateInputs:
-    """The arrays, besides its state, that the update of a role reads."""
-
-    fixed_state: TrainState  # without the trained trees of any role
-    experience: Experience
-    batches: MiniBatches
-
-
-class UpdateArguments(NamedTuple):
-    """The arguments of `update_actor` and `update_critic`."""
-
-    setup: UpdateSetup
-    trained: Trained
-    inputs: UpdateInputs
+# The arguments of `update_actor` and `update_critic`: the constants, what they replace, the state
+# without the trained trees of any role, and what they learn from.
+UpdateArguments = tuple[UpdateSetup, Trained, TrainState, Experience, MiniBatches]
 
 
 def update_state(
@@ -84,7 +71,8 @@ def update_state(
     arguments = update_arguments(setup, state, experience, batches)
     trained: dict[str, Trained] = {}
     if "actor" in arguments:
-        train_actor = actor_program(setup.options)
+        # With `rollout.exact`, compiled to round as the forward pass does.
+        train_actor = _update_actor_exactly if setup.options.is_exact else update_actor
         trained["actor"], step, metrics = train_actor(*arguments["actor"])
     else:
         step, metrics = next_step(state.step), {}
@@ -110,10 +98,12 @@ def update_arguments(
     # No other argument may share a donated buffer, so `without_trained` drops the trained trees.
     fixed_state = state.without_trained()
     return {
-        role: UpdateArguments(
+        role: (
             setup,
             Trained(state.models[role], state.optimizers[role]),
-            UpdateInputs(fixed_state, experience, batches[role]),
+            fixed_state,
+            experience,
+            batches[role],
         )
         for role in batches
         if role in state.optimizers
@@ -132,21 +122,20 @@ def next_step(step: Int32[Array, ""]) -> Int32[Array, ""]:
 _JIT = {"static_argnames": ("setup",), "donate_argnames": ("trained",)}
 
 
-def actor_program(options: UpdateOptions) -> Any:
-    """Return `update_actor`; with `rollout.exact`, compiled to round as the forward pass does."""
-    return _update_actor_exactly if options.is_exact else update_actor
-
-
 @program("update_actor", **_JIT)
 def update_actor(
-    setup: UpdateSetup, trained: Trained, inputs: UpdateInputs
+    setup: UpdateSetup,
+    trained: Trained,
+    fixed_state: TrainState,
+    experience: Experience,
+    batches: MiniBatches,
 ) -> tuple[Trained, Int32[Array, ""], Metrics]:
     """Train the actor, and a critic that shares its trunk.
 
     Return the new trees, the next step's number, and metrics. `trained` is donated.
     """
     options, nets = setup.options, setup.nets
-    fixed_state = inputs.fixed_state.on_device()
+    fixed_state = fixed_state.on_device()
     # The actor's schedule starts after the critic's warm-up.
     step = fixed_state.step
     warmup = options.warmup_steps
@@ -159,13 +148,13 @@ def update_actor(
     learner = actor_learner(
         options,
         nets.actor,
-        inputs.experience,
+        experience,
         base=fixed_state.reference,
         reference=reference_policy(nets, fixed_state),
         teacher=teacher,
     )
     params, optimizer_state, metrics = learner.scan_mini_batches(
-        trained.params, trained.optimizer_state, rate, update_enabled, inputs.batches
+        trained.params, trained.optimizer_state, rate, update_enabled, batches
     )
     # Log a rate of 0 where the actor did not learn.
     metrics["actor/lr"] = jnp.where(update_enabled, rate, 0.0)
@@ -179,18 +168,22 @@ _update_actor_exactly = CompiledProgram(
 
 @program("update_critic", **_JIT)
 def update_critic(
-    setup: UpdateSetup, trained: Trained, inputs: UpdateInputs
+    setup: UpdateSetup,
+    trained: Trained,
+    fixed_state: TrainState,
+    experience: Experience,
+    batches: MiniBatches,
 ) -> tuple[Trained, Metrics]:
     """Train a separate critic; as `update_actor`, without the step's number."""
     options, critic = setup.options, setup.nets.critic
     # The critic learns from the first step on, so its schedule spans the whole run.
-    rate = learning_rate(options.critic.optim, inputs.fixed_state.step, setup.total_steps)
+    rate = learning_rate(options.critic.optim, fixed_state.step, setup.total_steps)
     assert critic is not None, "there is no separate critic"
     # Not `on_device`: of the fixed state the critic reads only the base of its adapters, which is
     # never offloaded.
-    learner = critic_learner(options, critic, inputs.experience, inputs.fixed_state.reference)
+    learner = critic_learner(options, critic, experience, fixed_state.reference)
     params, optimizer_state, metrics = learner.scan_mini_batches(
-        trained.params, trained.optimizer_state, rate, True, inputs.batches
+        trained.params, trained.optimizer_state, rate, True, batches
     )
     return Trained(params, optimizer_state), metrics | {"critic/lr": rate}
 

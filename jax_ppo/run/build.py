@@ -24,8 +24,7 @@ from jax_ppo.ppo import plugin_trials
 from jax_ppo.ppo.advantages import figures_read
 from jax_ppo.ppo.mini_batches import make_packer
 from jax_ppo.ppo.rewarding import RuleScorer
-from jax_ppo.ppo.rollout_engine import make_engine, make_stop_search, sampling_options
-from jax_ppo.ppo.step_parts import StepOptions
+from jax_ppo.ppo.step_parts import StepOptions, make_engine, make_stop_search, sampling_options
 from jax_ppo.registries import ROLLOUT_ENGINES
 from jax_ppo.rewards import reward_functions, row_rules
 from jax_ppo.rewards.custom import BatchFunction, validate_columns
@@ -107,10 +106,9 @@ def build_run(
     sampling, held_out_sampling = _sampling_options(
         memory, rollout_mesh, models, environment, report
     )
-    states = StateBuilder.from_config(config, models.nets, mesh)
+    states = StateBuilder(config, models.nets, mesh)
     run = PPORun(
-        step_options=StepOptions.from_config(config),
-        config=config,
+        step_options=StepOptions(config),
         states=states,
         mesh=mesh,
         folders=models.folders,

@@ -16,6 +16,7 @@ import numpy as np
 from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.kernels.masked_statistics import ROUNDING, moments_std
 from jax_ppo.ppo.experience import estimate_experience
+from jax_ppo.ppo.reward_shaping import EarnedRewards
 from jax_ppo.ppo.rewarding import RuleRewards
 from jax_ppo.run.parts import PPORun
 from jax_ppo.runtime import placement
@@ -72,8 +73,7 @@ def predict_returns(
         rollout.logprobs,
         # With values of 0 the sums of rewards are not rounded by them.
         dataclasses.replace(outputs, values=jnp.zeros_like(values)),
-        rewards,
-        rule_rewards.steps,
+        EarnedRewards(rewards, rule_rewards.steps),
     )
     assert experience.returns is not None, "there is a critic"
     learned = sequences.action_mask if experience.value_mask is None else experience.value_mask

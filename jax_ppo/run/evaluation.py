@@ -205,5 +205,5 @@ def response_rewards(
     rows = rule_rewards.model_inputs
     if rows is None:
         sequences = forward_passes.join_sequences(rollout, run.config.sequence_length)
-        rows = (sequences, *run.packer.pack_rows(sample_lengths(batch, rollout)))
+        rows = (sequences, run.packer.pack_rows(sample_lengths(batch, rollout)))
     return run.rules.add_model_scores(run.nets, state, rule_rewards, rows)

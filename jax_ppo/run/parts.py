@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from jax_ppo.config.schema import Config, Data
+from jax_ppo.config.schema import Data
 from jax_ppo.data import prompt_batches
 from jax_ppo.data.prompt_batches import PromptBatch, PromptBatches
 from jax_ppo.data.sources import source_weights
@@ -22,7 +22,6 @@ from jax_ppo.types import Rollout, Sequences
 class PPORun(StepParts):
     """The parts of a run: the parts of a step, and what the run reads and writes around it."""
 
-    config: Config
     states: StateBuilder  # makes the train state
     folders: Folders  # each role's checkpoint
     tokenizer: Any  # the actor's
@@ -39,10 +38,10 @@ class PPORun(StepParts):
     ) -> tuple[Sequences, ForwardOutputs]:
         """Return the sequences of a batch and their outputs; `changes` replace `ForwardOptions`."""
         options = self.step_options
-        sequences = join_sequences(rollout, options.sequence_length)
+        sequences = join_sequences(rollout, options.config.sequence_length)
         forward = dataclasses.replace(options.forward, **changes)
         packed = self.packer.pack_rows(sample_lengths(batch, rollout))
-        return sequences, run_forward_passes(forward, self.nets, state, sequences, *packed)
+        return sequences, run_forward_passes(forward, self.nets, state, sequences, packed)
 
     def held_out_batches(self) -> Iterator[PromptBatch]:
         """Return the batches of an evaluation."""

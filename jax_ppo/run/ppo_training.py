@@ -12,11 +12,11 @@ from jax.sharding import Mesh
 from jax_ppo.config.schema import Config
 from jax_ppo.memory.memory_check import PPOMemory, explain_out_of_memory
 from jax_ppo.memory.step_flops import count_step_flops
+from jax_ppo.ppo.programs import take_step_on_shapes
 from jax_ppo.ppo.rewarding import FailedSteps
 from jax_ppo.ppo.samples import choose_source
 from jax_ppo.ppo.samples.source import SampleSource
 from jax_ppo.ppo.step import StepResult, take_ppo_step
-from jax_ppo.ppo.step_on_shapes import take_step_on_shapes
 from jax_ppo.reporting import console
 from jax_ppo.run import life_cycle
 from jax_ppo.run.build import build_run

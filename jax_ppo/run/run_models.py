@@ -15,7 +15,7 @@ from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.deberta_encoder import Deberta
 from jax_ppo.models.hf.load import describe_unread_parts, has_score_head
 from jax_ppo.models.hf.peft import holds_adapters
-from jax_ppo.ppo.reward_inputs import RewardInputs, make_reward_inputs
+from jax_ppo.ppo.reward_inputs import RewardInputs, load_reward_tokenizer, make_reward_inputs
 from jax_ppo.reporting import console
 from jax_ppo.runtime import meshes
 from jax_ppo.training.decoders import describe_attention, packed_row_length
@@ -87,17 +87,19 @@ def read_run_models(
         report(attention)
     reward_inputs = None
     if nets.reward is not None:
-        reward_inputs = make_reward_inputs(
-            options=config.reward,
+        reward_tokenizer, notes = load_reward_tokenizer(
+            config.reward, nets.reward, folders["reward"], tokenizer, config.data.date
+        )
+        reward_inputs, lines = make_reward_inputs(
+            config.reward,
+            mesh,
+            nets.reward,
+            (reward_tokenizer, tokenizer),
             packed=config.packing.enabled,
-            mesh=mesh,
-            net=nets.reward,
-            folder=folders["reward"],
-            actor_tokenizer=tokenizer,
-            date=config.data.date,
-            report=report,
             prompts_are_chats=prompts_are_chats,
         )
+        for line in (*notes, *lines):
+            report(line)
     return RunModels(folders, nets, tokenizer, reward_inputs)
 
 

@@ -247,8 +247,7 @@ def _estimate_advantages(
         sequences,
         outputs.old_logprobs,
         outputs,
-        rewards,
-        steps,
+        reward_shaping.EarnedRewards(rewards, steps),
     )
     figures = {
         "reward": experience.rewards,

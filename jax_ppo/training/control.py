@@ -23,8 +23,7 @@ def first_control(
 ) -> Control:
     """Return the `Control` of step 0: the first KL coefficient, and running moments.
 
-    Moments of scores are kept for `reward.normalize`, and moments of returns for
-    `critic.normalize_values`; `returns` has the moments of a critic that continues.
+    `returns` has the moments of a critic that continues.
     """
     # Only configured moments exist, so that other runs carry and save none.
     tracked_moments = {}
@@ -57,11 +56,8 @@ def read_value_unit(critic: Critic, folder: Path) -> Moments | None:
 
 
 def resumed_control(kl_options: KLControl, saved: Control) -> Control:
-    """Return the `Control` of a resumed run's first step.
-
-    `kl_options` may differ from the saved run's.
-    """
-    # The controller adapts its own coefficient; a fixed one follows the options.
+    """Return the `Control` of a resumed run's first step; `kl_options` may have changed."""
+    # An adapted coefficient continues; a fixed one follows the options.
     if KL_CONTROLLERS[kl_options.type].adapts:
         return saved
     coefficient = jax.device_put(jnp.float32(kl_options.kl_coef), saved.kl_coef.sharding)

@@ -25,7 +25,7 @@ def packed_row_length(packing: PackingOptions, attention: str, longest: int, par
     """Return L, the number of tokens of a packed row in PPO, which `parts` devices split.
 
     Unless configured, it is the length of the longest sample, rounded up so that the platform's
-    attention program runs. Further samples fill what is left of a row.
+    attention program runs.
     """
     return packing.row_length or round_row_length(attention, _platform(), longest, parts)
 
@@ -125,10 +125,10 @@ def _platform() -> str:
 
 
 def _gpu_generation() -> int | None:
-    """Return the major part of the compute capability of this machine's GPUs.
+    """Return the major part of the compute capability of this machine's NVIDIA GPUs, else `None`.
 
-    `None` without NVIDIA GPUs, and where programs are only compiled for another machine: JAX
-    decides by this machine which head sizes cuDNN takes.
+    JAX decides by this machine which head sizes cuDNN takes, so it is also `None` where programs
+    are compiled for another one.
     """
     backend = jax.extend.backend.get_backend()
     if _platform() != "cuda" or target_platform() != backend.platform:

@@ -4,7 +4,7 @@ The passes before the update evaluate these functions, and the update differenti
 both share one code path, the probability ratio of the first mini-batch is 1.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +25,18 @@ from jax_ppo.types import Params, Sequences
 UNEMBEDDING = vocabulary_chunks.UnembeddingLayout(gather_columns, scatter_group_sum)
 
 
+class DecoderOutput(NamedTuple):
+    """What a decoder returns for some rows, with what its heads read besides."""
+
+    model: Transformer
+    params: Params
+    hidden: Float[Array, "R L D"]
+
+
 def hidden_states(
     model: Transformer, params: Params, rows: Rows, replays_routing: bool = False
 ) -> Float[Array, "R L D"]:
-    """Return the decoder's output in the computation dtype, the input of the heads.
-
-    All passes go through this function or the next one.
-    """
+    """Return the decoder's output in the computation dtype, the input of the heads."""
     return run_decoder(
         model, params, rows, with_router_loss=False, replays_routing=replays_routing
     )[0]
@@ -46,8 +51,8 @@ def run_decoder(
 ) -> tuple[Float[Array, "R L D"], Float[Array, "R L"] | None]:
     """Return the decoder's output and each token's router loss, the mean over layers.
 
-    Without `with_router_loss`, for which the model must have experts, the loss is `None`
-    (experts.balance_losses). With `replays_routing` tokens pass through the experts that the
+    All passes go through this function. Without `with_router_loss`, for which the model must have
+    experts, the loss is `None`. With `replays_routing` tokens pass through the experts that the
     sampler recorded, if it recorded any: only for the actor, whose experts these are.
     """
     model = model.clone(router_loss=with_router_loss)
@@ -76,61 +81,53 @@ def target_logprobs(
     Both are 0 where `rows.mask` is False. The temperature, > 0, divides the logits. Without
     `with_entropy` the entropy is `None`.
     """
-    temperature, cap = product_scaling(model.architecture, temperature)
     # Positions are grouped by device, so that no hidden states move between devices.
     values, entropy = logprobs.token_logprobs(
         split_by_device(hidden),
         output_embedding(params),
         split_by_device(rows.targets),
         split_by_device(rows.mask),
-        temperature,
+        _logit_options(model, temperature),
         with_entropy=with_entropy,
-        logit_softcap=cap,
-        layout=UNEMBEDDING,
-        num_ids=model.architecture.num_ids,
     )
     shape = rows.mask.shape
     return values.reshape(shape), None if entropy is None else entropy.reshape(shape)
 
 
+def _logit_options(model: Transformer, temperature: float) -> vocabulary_chunks.LogitOptions:
+    """Return how the products of hidden states and unembedding become logits."""
+    divisor, cap = product_scaling(model.architecture, temperature)
+    return vocabulary_chunks.LogitOptions(
+        divisor, softcap=cap, num_ids=model.architecture.num_ids, layout=UNEMBEDDING
+    )
+
+
 def kl_over_vocabulary(
-    model: Transformer,
-    params: Params,
-    hidden: Float[Array, "R L D"],
-    ref_model: Transformer,
-    reference: Params,
-    ref_hidden: Float[Array, "R L E"],
-    rows: Rows,
-    temperature: float,
+    actor: DecoderOutput, reference: DecoderOutput, rows: Rows, temperature: float
 ) -> Float[Array, "R L"]:
     """Return KL(actor || reference) over the vocabulary for each target, in float32 nats.
 
-    `ref_model` is the decoder of the reference, or of a teacher in its place, with the same
-    vocabulary and soft cap. The temperature, > 0, divides the logits of both. The result is 0 where
-    the rows' mask is False.
+    A teacher may take the reference's place; both have the same vocabulary and soft cap. The
+    temperature, > 0, divides the logits of both. The result is 0 where the rows' mask is False.
     """
-    divisors = [x.architecture.logit_divisor for x in (model, ref_model)]
+    divisors = [x.model.architecture.logit_divisor for x in (actor, reference)]
+    ref_hidden = reference.hidden
     if divisors[0] != divisors[1]:
         ref_hidden = ref_hidden * (divisors[0] / divisors[1])
-    temperature, cap = product_scaling(model.architecture, temperature)
     return vocabulary_kl.full_kl(
-        split_by_device(hidden),
-        output_embedding(params),
+        split_by_device(actor.hidden),
+        output_embedding(actor.params),
         split_by_device(ref_hidden),
-        output_embedding(reference),
+        output_embedding(reference.params),
         split_by_device(rows.mask),
-        temperature,
-        logit_softcap=cap,
-        layout=UNEMBEDDING,
-        num_ids=model.architecture.num_ids,
+        _logit_options(actor.model, temperature),
     ).reshape(rows.mask.shape)
 
 
 def scalar_outputs(model: Transformer, params: Params, rows: Rows) -> Float[Array, "R L"]:
-    """Return the output of a scalar head at each place, float32.
+    """Return the output of a scalar head at each place, float32; meaningless in empty places.
 
-    This is the critic's value of the state after the place's token, or a reward model's score of
-    the sequence up to it. Outputs in empty places are meaningless.
+    It is the critic's value of the state after the token, or a reward model's score up to it.
     """
     return compute_scalars(params, hidden_states(model, params, rows))
 
@@ -138,9 +135,9 @@ def scalar_outputs(model: Transformer, params: Params, rows: Rows) -> Float[Arra
 def score_positions(sequences: Sequences, pad_id: int | None) -> Int[Array, " B"]:
     """Return the position at which a decoder's score of each sequence is read.
 
-    It is the position of the last token that is not `pad_id`, as in transformers' sequence
-    classifiers; if `pad_id` is the EOS, that is the token before the final EOS. A sequence of
-    `pad_id` only is read at its first token. With `pad_id=None` it is the last token.
+    It is that of the last token that is not `pad_id`, as in transformers' sequence classifiers; if
+    `pad_id` is the EOS, that is the token before the final EOS. A sequence of `pad_id` only is read
+    at its first token. With `pad_id=None` it is the last token.
     """
     # The largest readable column; 0 if there is none.
     column = jnp.arange(sequences.tokens.shape[1])

@@ -25,10 +25,15 @@ from jax_ppo.config.training_options import Optim
 from jax_ppo.runtime import placement
 from jax_ppo.runtime.sharding import constrain_rows, constrain_tree
 from jax_ppo.training import packing
-from jax_ppo.training.optimizer import descend, make_optimizer, rounding_keys
+from jax_ppo.training.optimizer import (
+    add_gradients,
+    descend,
+    make_optimizer,
+    rounding_keys,
+    zero_gradients,
+)
 from jax_ppo.training.packing import Rows
 from jax_ppo.training.random_streams import Stream
-from jax_ppo.training.stochastic_rounding import add_gradients, zero_gradients
 from jax_ppo.types import NOTHING, MiniBatches, Packing, Params, Sequences
 
 Metrics = dict[str, jax.Array]
@@ -41,8 +46,7 @@ class Metric(enum.Enum):
     """Reduction of a metric: over the rows of a mini-batch, then over optimizer steps.
 
     MEAN: the sum over rows, whose shares are weighted; then the mean over optimizer steps.
-    SUM: the sum over rows and over optimizer steps, 0 if there were none.
-    MIN, MAX: the extreme over rows and over optimizer steps.
+    SUM: the sum over both, 0 if there were none. MIN, MAX: the extreme over both.
     FIRST_MAX, FIRST_SUM: the maximum or the sum over rows of the first optimizer step that was run.
     """
 
@@ -161,7 +165,7 @@ class Learner:
         # One compiled loop over epochs and mini-batches: no return to the host in between.
         start = (*placement.to_device((params, optimizer_state)), jnp.bool_(True))
         (*trained, _), (metrics_U, was_run_U, taken_U) = jax.lax.scan(mini_batch, start, batches)
-        # Besides the objective's own metrics: what `take_optimizer_step` adds.
+        # Besides the objective's metrics: what `take_optimizer_step` adds.
         reductions = {
             **self.objective.metrics,
             f"{self.prefix}grad_norm": Metric.MEAN,
@@ -190,13 +194,12 @@ class Learner:
         update_enabled: bool | jax.Array,
         batch: MiniBatches,
     ) -> tuple[Params, optax.OptState, Metrics, bool | jax.Array]:
-        """Take the optimizer step of one mini-batch.
-
-        `batch`: the fields of `MiniBatches` without the leading axis U.
+        """Take the optimizer step of one mini-batch: `batch` without the leading axis U.
 
         Returns:
           The new parameters and optimizer state, metrics, and whether the mini-batch is within the
-          limit of the early stop; if it is not, parameters and state are unchanged.
+            limit
+          of the early stop; if it is not, parameters and state are unchanged.
         """
         stored_key, sum_key = rounding_keys(
             self.rounding_seed, self.rounding_stream, optimizer_state
@@ -227,7 +230,7 @@ class Learner:
         """Return gradients and metrics of one mini-batch, summed over micro-batches.
 
         Gradients are summed in `optim.gradient_dtype`, metrics in float32. `key`, the second of
-        `rounding_keys`, rounds sums in bfloat16; `None` if they are in float32.
+        `rounding_keys`, rounds sums in bfloat16.
         """
         objective = self.objective
         weights = objective.weigh(batch)
@@ -253,7 +256,7 @@ class Learner:
 
 def gather_micro_batch(sequences: Sequences, packed: Packing, i: jax.Array) -> Rows:
     """Return the rows of micro-batch i of a packing [A, R, L]."""
-    # The devices split the packing, so that each gathers its own rows only.
+    # The devices split the packing, so that each gathers only a part of the rows.
     return packing.gather_rows(sequences, jax.tree.map(lambda x: constrain_rows(x[i]), packed))
 
 
@@ -265,8 +268,7 @@ def add_gradient(
 ) -> tuple[Params, Any]:
     """Return `total` with the gradient of `loss` added, and the auxiliary output of `loss`.
 
-    `zero_gradients` starts the total. `loss` maps parameters to a value and an auxiliary output.
-    `key` is the micro-batch's; `None` if the sum is wider than bfloat16.
+    `key` rounds a total in bfloat16.
     """
     gradients, aux = jax.grad(loss, has_aux=True)(params)
     return add_gradients(total, gradients, key), aux

@@ -115,7 +115,7 @@ class Folders(ByRole[Path]):
 class NetworkReader:
     """Reads the models of a run from the folders of its roles.
 
-    Without `needs_weights`, folders without weights do, to plan a run from config.json.
+    `needs_weights` refuses folders without weights; a plan needs config.json alone.
     """
 
     config: Config
@@ -301,10 +301,7 @@ def refuse_router_replay(mode: str, actor: Transformer) -> None:
 
 
 def full_parameters(net: Transformer | Deberta, params: Params, base: Params | None) -> Params:
-    """Return everything that `net` runs on: `params`, joined with their base if they are adapters.
-
-    Only adapters read `base`, the state's reference.
-    """
+    """Return everything that `net` runs on: `params`, joined with `base` if they are adapters."""
     # An encoder has no such field.
     if getattr(net, "lora", None) is None:
         return params
@@ -337,10 +334,9 @@ def _read_architecture_with_head(
 
 
 def existing_targets(text: str, architecture: Architecture) -> tuple[str, ...]:
-    """Return the projections that `model.lora.targets` names; all-linear names all of the model's.
+    """Return the projections that `model.lora.targets` names; all-linear names all but experts.
 
-    As in PEFT, all-linear does not include experts. Raise `UserError` for the name of one that the
-    model lacks, or that is of experts.
+    Raise `UserError` for the name of one that the model lacks, or that is of experts.
     """
     targets = parsing.parse_lora_targets(text)
     existing = architecture.projections

@@ -1,6 +1,10 @@
-"""AdamW, learning rate schedules, and the optimizer step that skips non-finite gradients."""
+"""AdamW, learning rate schedules, and the optimizer step that skips non-finite gradients.
 
-from typing import TypeVar
+What is stored in bfloat16, the upper half of float32, is rounded stochastically, which keeps small
+changes of stored values on average.
+"""
+
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +13,11 @@ import optax
 from jax_ppo.config.training_options import Optim
 from jax_ppo.registries import LEARNING_RATE_SCHEDULES
 from jax_ppo.training.random_streams import Stream
-from jax_ppo.training.stochastic_rounding import store_like, widen
 from jax_ppo.types import Params
 
 T = TypeVar("T")  # a pytree
+
+_DROPPED_BITS = 16  # of float32 in bfloat16: sign, exponent and 7 bits of the fraction are left
 
 DECAYED_LEAVES = ("kernel", "embedding", "lora_a", "lora_b")  # matrices: no norms, no biases
 
@@ -50,11 +55,7 @@ def make_optimizer(options: Optim, grad_clip: float) -> optax.GradientTransforma
 
 
 def rounding_seed(options: Optim, seed: int) -> int:
-    """Return the seed if anything is stored in bfloat16, else 0.
-
-    It is a constant of compiled programs: runs that differ in their seed alone share those that
-    round nothing.
-    """
+    """Return the seed if anything is stored in bfloat16, else 0: other runs share programs."""
     stored = (options.param_dtype, options.moments_dtype, options.gradient_dtype)
     return seed if "bfloat16" in stored else 0
 
@@ -64,8 +65,8 @@ def rounding_keys(
 ) -> tuple[jax.Array, jax.Array]:
     """Return two keys for the next optimizer step: for what it stores, and for its gradient sum.
 
-    They depend on the number of steps taken, so that a resumed run continues with the same noise.
-    `stream` numbers what is trained; `opt_state` is the state before the step.
+    They follow from the steps taken, so that a resumed run continues with the same noise. `stream`
+    numbers what is trained; `opt_state` is the state before the step.
     """
     stream_key = jax.random.fold_in(jax.random.key(seed), stream)
     count = optax.tree.get(opt_state, "count")
@@ -136,3 +137,94 @@ def descend(
         return jax.tree.map(lambda n, o: jnp.where(is_finite & update_enabled, n, o), new, old)
 
     return select(new_params, params), select(new_opt_state, opt_state), norm, is_finite
+
+
+def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
+    """Return float32 `x` in bfloat16, rounded up or down with probabilities that keep its mean.
+
+    A value at a share p of the way between two neighbours becomes the farther one from zero with
+    probability p, in steps of 2^-16 of their distance. Rounding to nearest would lose each change
+    below half of that distance (2^-9 of the value), such as most steps of an optimizer. Infinities
+    and NaN are kept. The result depends on key, values and shape, on no mesh.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    noise = _hash_positions(x.shape, key) >> _DROPPED_BITS
+    # The carry into the upper half has the probability of the share that is dropped.
+    raised = (bits + noise) >> _DROPPED_BITS
+    rounded = jax.lax.bitcast_convert_type(raised.astype(jnp.uint16), jnp.bfloat16)
+    return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
+
+
+def _hash_positions(shape: tuple[int, ...], key: jax.Array) -> jax.Array:
+    """Return a uint32 per position, from the position and the key.
+
+    `jax.random.bits` would store several numbers per parameter before they are used. Rounding needs
+    16 uniform bits, and no cryptographic strength.
+    """
+    first_word, second_word = jax.random.bits(key, (2,), jnp.uint32)
+    # The leading axis apart: stacked layers may have more elements than 32 bits count.
+    hashed = jnp.full(shape, first_word)
+    stride = 1
+    for axis in reversed(range(len(shape))):
+        position = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        if axis == 0:
+            hashed += _mix(position ^ second_word)
+        else:
+            hashed += position * jnp.uint32(stride % 2**32)
+        stride *= shape[axis]
+    return _mix(_mix(hashed) ^ second_word)
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """Return `lowbias32` of uint32 numbers (Wellons, github.com/skeeto/hash-prospector)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def widen(tree: Any) -> Any:
+    """Return the tree with its bfloat16 leaves in float32."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, tree)
+
+
+def store_like(tree: Any, stored: Any, key: jax.Array) -> Any:
+    """Return the float32 tree with leaves rounded stochastically where `stored` has bfloat16.
+
+    Each leaf uses a separate key; leaves of other types are left alone.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    rounded = [
+        round_stochastically(x, jax.random.fold_in(key, i)) if like.dtype == jnp.bfloat16 else x
+        for i, (x, like) in enumerate(zip(leaves, jax.tree.leaves(stored), strict=True))
+    ]
+    return jax.tree.unflatten(structure, rounded)
+
+
+def gradient_shapes(params: Any, dtype: str) -> Any:
+    """Return shapes and shardings of a sum of gradients.
+
+    With "float32", gradients of bfloat16 parameters are summed in float32, too.
+    """
+
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        # Wider parameters, such as float64 in a comparison, keep their precision.
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        sum_dtype = jnp.bfloat16 if dtype == "bfloat16" else wide
+        return jax.ShapeDtypeStruct(x.shape, sum_dtype, sharding=getattr(x, "sharding", None))
+
+    return jax.tree.map(shape, params)
+
+
+def zero_gradients(params: Any, dtype: str) -> Any:
+    """Return the start of a sum of gradients; takes the arguments of `gradient_shapes`."""
+    shapes = gradient_shapes(params, dtype)
+    return jax.tree.map(lambda x, sums: jnp.zeros_like(x, dtype=sums.dtype), params, shapes)
+
+
+def add_gradients(gradient_sum: Any, gradients: Any, key: jax.Array | None) -> Any:
+    """Return the sum in the types of `gradient_sum`, rounded by `key` if they are bfloat16."""
+    total = jax.tree.map(jnp.add, widen(gradient_sum), gradients)
+    if any(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(gradient_sum)):
+        assert key is not None, "a sum in bfloat16 is rounded with a key"
+        return store_like(total, gradient_sum, key)
+    return total

@@ -24,15 +24,14 @@ MIN_MICRO_BATCH_TOKENS = 1024
 def rows_per_micro_batch(
     per_device: int | None, row_length: int, samples: int, shards: int, has_fixed_cost: bool = False
 ) -> int:
-    """Return the number of rows R of a micro-batch over all devices.
+    """Return the number of rows R of a micro-batch over all devices, a multiple of `shards`.
 
     Without `per_device` a device takes a sixteenth of its samples, since the last micro-batch is
     half empty on average; up to a quarter if that is at most MIN_MICRO_BATCH_TOKENS, and up to half
     if that is at most half as many, since small matrix products are slow and each micro-batch reads
     all weights; and at most MAX_MICRO_BATCH_TOKENS. Where each micro-batch gathers the weights
-    (`fsdp`) or fills a pipeline (`stage`), it takes up to a quarter whatever their tokens, so that
-    it does so rarely (`has_fixed_cost`). The mesh splits the rows, of L tokens, into `shards`
-    parts; R is a multiple of it.
+    (`fsdp`) or fills a pipeline (`stage`), it takes up to a quarter whatever their tokens
+    (`has_fixed_cost`).
     """
     max_rows = -(-samples // shards)
     worthwhile_tokens = MAX_MICRO_BATCH_TOKENS if has_fixed_cost else MIN_MICRO_BATCH_TOKENS
@@ -48,9 +47,8 @@ def rows_per_micro_batch(
 def row_width(longest: int, parts: int = 1) -> int:
     """Return the row length L for samples of at most `longest` tokens: 128, 256, 384, 512, 768, ...
 
-    The widths are powers of two and the means of neighbours: few, so that few shapes are compiled,
-    and multiples of 128, which every attention program accepts. With several parts, each is a
-    multiple of 128.
+    They are powers of two and the means of neighbours: few, so that few shapes are compiled, and
+    multiples of 128, which every attention program accepts, as is each of several parts.
     """
     if parts > 1:
         return parts * row_width(-(-longest // parts))
@@ -109,8 +107,8 @@ def pack_samples(
       packed: False gives each sample a separate row.
 
     Returns:
-      Packing of int32 [U, A, R, L], with enough micro-batches A for one row per sample; and
-      int32 [U], the number of micro-batches that are not empty.
+      Packing of int32 [U, A, R, L], with enough micro-batches A for one row per sample; and int32
+      [U], the number of micro-batches that are not empty.
     """
     groups = np.asarray(groups)
     lengths_B = np.asarray(lengths_B)
@@ -141,8 +139,7 @@ def split_columns(packed: Packing, shards: int, parts: int) -> Packing:
     """Return the packing in which the devices of `mesh.context` hold parts of the same rows.
 
     A row is cut into 2 C blocks of columns. Part i has blocks i and 2 C - 1 - i, in this order: a
-    token reads the earlier ones, so the two blocks of each part have equally much to read (as in
-    ring attention with striped or mirrored blocks).
+    token reads the earlier ones, so the two blocks of each part have equally much to read.
 
     Args:
       packed: NumPy arrays [..., R, L], with L a multiple of 2 C.
@@ -169,8 +166,8 @@ def split_columns(packed: Packing, shards: int, parts: int) -> Packing:
 def split_pairs(packed: Packing, first_lengths: Sequence[int] | np.ndarray) -> Packing:
     """Return the packing of the sequences of pairs: pair b consists of b and pairs + b.
 
-    In `packed`, of NumPy arrays, `sample` is the pair, whose two sequences follow each other in one
-    row; `first_lengths` are int [pairs], the tokens of each pair's first sequence.
+    In `packed`, `sample` is the pair, whose two sequences follow each other in one row;
+    `first_lengths` are int [pairs], the tokens of each pair's first sequence.
     """
     # Empty places (-1) look up pair 0, and are left alone below.
     lengths = np.asarray(first_lengths, np.int32)[np.maximum(packed.sample, 0)]

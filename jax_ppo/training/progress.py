@@ -21,16 +21,13 @@ class Progress:
 
     step: int = 0  # number of completed steps
     position: int = 0  # training examples consumed
-    # For each evaluation so far a dict of `step` and the means by name; `None` for a mean that is
-    # undefined.
+    # For each evaluation so far a dict of `step` and the means by name; `None`: undefined.
     evaluations: list[dict] = dataclasses.field(default_factory=list)
-    # Whether the evaluation after this step was interrupted by a signal or has failed, so that a
-    # resumed run begins with it.
+    # Whether the evaluation after this step was interrupted: a resumed run begins with it.
     evaluation_pending: bool = False
     # When the run was started for the first time, in seconds since 1970.
     started_at: float = dataclasses.field(default_factory=time.time)
-    # Time of the steps that still count: not of those that were repeated after an interruption, nor
-    # of those whose update was skipped.
+    # Of the steps that still count: neither repeated after an interruption nor without an update.
     kept_seconds: float = 0.0
     # By kind, `text`, `first_step`, `last_step` and `count` of a warning.
     warnings: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
@@ -91,11 +88,9 @@ def find_progress(
 ) -> Progress:
     """Return the progress of the newest checkpoint, or none if there is no checkpoint.
 
-    Raise `UserError` if the run cannot be resumed from it.
-
     `data` and `frozen` are the fingerprints of the training data and, by the options that name
     them, of frozen models. Options that `command` does not read may change. `report` is called with
-    lines for the user.
+    lines for the user. Raise `UserError` if the run cannot be resumed.
     """
     latest = checkpoints.latest_step()
     if latest is None:
@@ -115,17 +110,13 @@ def find_progress(
             f"config.{option}={option_value(config, option)!r}: its files have changed since "
             "the checkpoint; restore them, or give another --workdir"
         )
-    data_change = _describe_data_change(meta, data)
-    if data_change and not config.trainer.resume_with_changed_data:
+    rows = meta["data"]
+    # Rows that moved between memory and a cache have no hash in common, only their number.
+    if any(rows[name] != data[name] for name in rows.keys() & data.keys()):
         raise UserError(
             f"config.data.train_files={config.data.train_files!r}: the training data have changed: "
-            f"{data_change}. Restore them, give another --workdir, or set "
-            "config.trainer.resume_with_changed_data=True to continue with the first rows of a new "
-            "epoch"
-        )
-    if data_change:
-        changes.append(
-            f"config.data.train_files: {data_change}; continuing with the first rows of a new epoch"
+            f"{rows['rows']} rows until the checkpoint, {data['rows']} other or reordered ones "
+            "now. Restore them, or give another --workdir"
         )
     outlook = f"resuming after step {latest} of {total_steps}"
     if latest >= total_steps:
@@ -143,17 +134,7 @@ def find_progress(
         *history["changed_options"],
         *(f"after step {latest}: {change}" for change in changes),
     ]
-    # The position refers to rows by their numbers.
-    return Progress(step=latest, position=0 if data_change else meta["position"], **history)
-
-
-def _describe_data_change(meta: dict[str, Any], data: dict[str, Any]) -> str:
-    """Return how the training data have changed since the checkpoint, "" if they have not."""
-    saved = meta["data"]
-    # Rows that moved between memory and a cache have no hash in common, only their number.
-    if all(saved[name] == data[name] for name in saved.keys() & data.keys()):
-        return ""
-    return f"{saved['rows']} rows until the checkpoint, {data['rows']} other or reordered ones now"
+    return Progress(step=latest, position=meta["position"], **history)
 
 
 def former_values(saved: dict[str, Any]) -> dict[str, object]:

@@ -40,14 +40,10 @@ class Export:
 class ModelRole:
     """A role of a PPO run, as one entry of `ROLES`."""
 
-    # Its key in the train state, in `Networks` and in `Folders`, its tree in a checkpoint, the part
-    # of a program's name.
-    name: str
+    name: str  # its key in the train state, `Networks`, `Folders` and checkpoints
     title: str  # the role in messages and in the progress of loading
-    # Returns whether a run with these options has it as a separate tree.
-    is_used: Callable[[Config], bool]
-    # The option that names its checkpoint. Without a path it starts from the actor's.
-    path_option: str
+    is_used: Callable[[Config], bool]  # whether a run has it as a separate tree
+    path_option: str  # names its checkpoint; without a path it starts from the actor's
     # Reads its model from its folder.
     read_net: Callable[[NetworkReader], Transformer | Deberta] | None = None
     has_actors_net: bool = False  # whether its model is the actor's
@@ -55,14 +51,11 @@ class ModelRole:
     shared_head: str = ""  # likewise where the critic is a head of its trunk
     # Returns the head to load, of its section and its folder, if that depends on them.
     loaded_head: Callable[[Any, Path | None], str] | None = None
-    # Whether a tokenizer in its folder must have the actor's vocabulary.
-    reads_actors_tokens: bool = False
+    reads_actors_tokens: bool = False  # a tokenizer in its folder must have that vocabulary
     holds_base: bool = False  # whether it has all weights, even where other roles have adapters
-    # The option that keeps its parameters in the host's memory; empty if none does.
-    param_offload: str = ""
+    param_offload: str = ""  # the option that keeps its parameters in the host's memory, if any
     section: str = ""  # the section of the options that trains it; empty if it is always frozen
-    # Returns whether a run with these options trains it: a checkpoint then holds it and its
-    # optimizer.
+    # Whether a run trains it: a checkpoint then holds it and its optimizer.
     is_trained: Callable[[Config], bool] = lambda config: False
     adapter_stream: Stream | None = None  # the random numbers of new adapters
     export: Export | None = None  # how it is exported; `None` if it is not
@@ -144,8 +137,7 @@ class RunRole:
     options: Actor | Critic | None  # the section that trains it; `None` if it is always frozen
     dtype: str  # the type of its parameters: frozen models need no float32 master copy
     has_adapters: bool  # whether adapters are what training changes of it
-    # The options, of those that are on, that keep its arrays in the host's memory.
-    offloads: tuple[str, ...]
+    offloads: tuple[str, ...]  # the options that keep its arrays in the host's memory
 
     @property
     def name(self) -> str:
@@ -223,7 +215,7 @@ def resolve_role_folders(
 def fingerprint_frozen(roles: Sequence[RunRole], folders: Folders) -> dict[str, str]:
     """Return a digest of the files of each frozen model, by the option that names its folder.
 
-    No checkpoint of a run holds these weights. Of each file its size, beginning and end count.
+    No checkpoint holds these weights. Of each file its size, beginning and end count.
     """
     digests = {}
     for role in roles:

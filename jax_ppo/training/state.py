@@ -11,8 +11,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jax_ppo.config.schema import Actor, Config, Critic, Reward
-from jax_ppo.config.training_options import KLControl
+from jax_ppo.config.schema import Actor, Config, Critic
+from jax_ppo.kernels.masked_statistics import Moments
 from jax_ppo.models import heads
 from jax_ppo.models.deberta_encoder import Deberta, init_deberta_params
 from jax_ppo.models.hf.load import load_checkpoint
@@ -36,10 +36,9 @@ class TrainState:
     """Everything on the mesh that outlives a step, as one pytree."""
 
     step: Any  # int32 scalar, the number of completed steps
-    # By the role's name, the parameters of the roles that the run has. Those of trained roles are
-    # in their `optim.param_dtype`; with `model.lora` they are adapters (`models/lora.py`). Frozen
-    # ones are in the computation dtype; the reference is then the bare base, the one copy that all
-    # adapters apply to, see `reference_policy`.
+    # Parameters by the role's name: of trained roles in `optim.param_dtype`, of frozen ones in
+    # the computation dtype. With `model.lora` trained ones are adapters, and the reference is the
+    # bare base, the one copy that all adapters apply to, see `reference_policy`.
     models: dict[str, Any]
     optimizers: dict[str, Any]  # by the role's name, the optax states of trained roles
     control: Control  # the KL coefficient and running moments for the coming step
@@ -111,31 +110,16 @@ def assemble_state(trained: dict[str, Any], *, step: Any, frozen: dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class StateBuilder:
-    """Makes the train state of a run, its shapes, and the shapes of what a checkpoint holds.
+    """Makes the train state of a run, its shapes, and the shapes of what a checkpoint holds."""
 
-    The control starts from the sections `kl_ctrl`, `reward` and `critic`, new adapters from `seed`.
-    """
-
-    roles: tuple[RunRole, ...]
+    config: Config
     nets: Networks
     mesh: Mesh
-    kl_ctrl: KLControl
-    reward: Reward
-    critic: Critic
-    seed: int
 
-    @classmethod
-    def from_config(cls, config: Config, nets: Networks, mesh: Mesh) -> "StateBuilder":
-        """Collect what is read of all sections."""
-        return cls(
-            roles=resolve_roles(config),
-            nets=nets,
-            mesh=mesh,
-            kl_ctrl=config.algorithm.kl_ctrl,
-            reward=config.reward,
-            critic=config.critic,
-            seed=config.seed,
-        )
+    @functools.cached_property
+    def roles(self) -> tuple[RunRole, ...]:
+        """Return what the options say of each role."""
+        return resolve_roles(self.config)
 
     def shapes(self) -> TrainState:
         """Return shapes and shardings (`jax.ShapeDtypeStruct`) of what `create` returns."""
@@ -172,7 +156,7 @@ class StateBuilder:
                 trained[role.name] = _in_host_memory(trained[role.name], mesh)
         # The control is a few scalars, which every device has.
         replicated = sharding.replicated(mesh)
-        control = jax.eval_shape(lambda: first_control(self.kl_ctrl, self.reward, self.critic))
+        control = jax.eval_shape(self._first_control)
         return {
             **trained,
             "control": jax.tree.map(
@@ -198,13 +182,16 @@ class StateBuilder:
             trained = self._load_trained(folders, progress, shardings)
             # Optimizer states are created in their shards: they may fit no single device.
             trained["optimizer"] = {
-                role.name: _create_optimizer_state(
-                    role.trained_with, trained[role.name], shardings.optimizers[role.name]
-                )
+                role.name: jax.jit(
+                    lambda params, role=role: role_optimizer(role.trained_with).init(
+                        placement.to_device(params)
+                    ),
+                    out_shardings=shardings.optimizers[role.name],
+                )(trained[role.name])
                 for role in self._present_roles(trained=True)
             }
         else:
-            control = resumed_control(self.kl_ctrl, trained["control"])
+            control = resumed_control(self.config.algorithm.kl_ctrl, trained["control"])
             trained = {**trained, "control": control}
         return assemble_state(
             trained,
@@ -220,6 +207,10 @@ class StateBuilder:
         shardings = jax.tree.map(lambda x: x.sharding, self.shapes())
         trained = self._load_trained(folders, progress, shardings, dtype="float32")
         return self.create(folders, progress, trained | {"optimizer": {}})
+
+    def _first_control(self, returns: Moments | None = None) -> Control:
+        config = self.config
+        return first_control(config.algorithm.kl_ctrl, config.reward, config.critic, returns)
 
     def _present_roles(self, *, trained: bool) -> list[RunRole]:
         """Return the roles in the state that training changes, or the others."""
@@ -244,8 +235,7 @@ class StateBuilder:
         returns = None
         critic = next(role for role in self.roles if role.name == "critic")
         if critic.is_used and critic.loaded_head(folders) == "reward":
-            returns = read_value_unit(self.critic, folders["critic"])
-        control = first_control(self.kl_ctrl, self.reward, self.critic, returns)
+            returns = read_value_unit(self.config.critic, folders["critic"])
         loaded: dict[str, Any] = {
             role.name: self._load(
                 dataclasses.replace(role, dtype=dtype or role.dtype), folders, progress, shardings
@@ -253,7 +243,9 @@ class StateBuilder:
             for role in self._present_roles(trained=True)
         }
         everywhere = sharding.replicated(self.mesh)
-        return loaded | {"control": placement.place(jax.device_get(control), everywhere)}
+        return loaded | {
+            "control": placement.place(jax.device_get(self._first_control(returns)), everywhere)
+        }
 
     def _load(
         self, role: RunRole, folders: Folders, progress: LoadingProgress, shardings: TrainState
@@ -273,7 +265,7 @@ class StateBuilder:
 
             def init() -> Params:
                 # A stream per role, so that the critic's adapters are not a copy of the actor's.
-                key = jax.random.fold_in(jax.random.key(self.seed), stream)
+                key = jax.random.fold_in(jax.random.key(self.config.seed), stream)
                 adapters = init_adapters(net.architecture, net.lora, key, head)
                 return jax.tree.map(lambda x: x.astype(dtype), adapters)
 
@@ -306,10 +298,3 @@ def _role_shapes(role: RunRole, nets: Networks) -> Params:
         init = functools.partial(init_adapters, net.architecture, net.lora, head=head)
         shapes = jax.eval_shape(init, key)
     return jax.eval_shape(functools.partial(round_parameters, dtype=role.dtype), shapes)
-
-
-def _create_optimizer_state(options: Actor | Critic, params: Params, shardings: Any) -> Any:
-    def init(params: Params) -> optax.OptState:
-        return role_optimizer(options).init(placement.to_device(params))
-
-    return jax.jit(init, out_shardings=shardings)(params)

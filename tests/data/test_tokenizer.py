@@ -17,7 +17,7 @@ from jax_ppo.data.tokenizer import (
 )
 from jax_ppo.demonstration import arithmetic
 from jax_ppo.errors import UserError
-from jax_ppo.ppo.rollout_engine import make_stop_search
+from jax_ppo.ppo.step_parts import make_stop_search
 from trained_tokenizer import train_tokenizer
 from worked_solutions import generate_worked_solutions
 

@@ -21,7 +21,7 @@ from hlo import read_collectives
 from jax_ppo.kernels.platform import assume_platform
 from jax_ppo.memory.abstract_step import build_abstract_step
 from jax_ppo.models.hf.config_export import to_hf_config
-from jax_ppo.ppo.step_on_shapes import take_step_on_shapes
+from jax_ppo.ppo.programs import take_step_on_shapes
 from jax_ppo.runtime import compiled_programs, meshes, topologies
 
 VOCABULARY = 16384

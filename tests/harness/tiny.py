@@ -15,7 +15,7 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import forward_passes, update
 from jax_ppo.ppo.experience import estimate_experience as estimate
 from jax_ppo.ppo.objectives import UpdateOptions
-from jax_ppo.ppo.reward_shaping import ExperienceOptions
+from jax_ppo.ppo.reward_shaping import EarnedRewards, ExperienceOptions
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.training import packing
 from jax_ppo.training.control import first_control
@@ -244,8 +244,7 @@ def make_experience(config, mesh, state, rollout, rewards=None, rows=2, step_rew
         networks(config),
         state,
         sequences,
-        jax.tree.map(lambda x: x[0], batches.packing),
-        batches.counts[0],
+        (jax.tree.map(lambda x: x[0], batches.packing), batches.counts[0]),
     )
     rewards = placement.place(rewards, sharding.rows(mesh))
     return estimate_experience(
@@ -263,9 +262,10 @@ def run_forward_passes(config, *arguments):
     )
 
 
-def estimate_experience(config, *arguments):
+def estimate_experience(config, control, sequences, logprobs, outputs, *rewards):
     """Call `experience.estimate_experience` with the config's options."""
-    return estimate(ExperienceOptions.from_config(config), *arguments)
+    options = ExperienceOptions.from_config(config)
+    return estimate(options, control, sequences, logprobs, outputs, EarnedRewards(*rewards))
 
 
 def update_state(config, *arguments):

@@ -19,6 +19,7 @@ from jax_ppo.kernels import (
 )
 from jax_ppo.kernels import masked_statistics as masked
 from jax_ppo.kernels.losses import Clip, padded_batch
+from jax_ppo.kernels.vocabulary_chunks import LogitOptions
 from jax_ppo.registries import AGGREGATIONS, IMPORTANCE_WEIGHTS, POLICY_LOSSES
 from kernels_by_name import KL, LEVELS
 from padded_loss import padded_loss
@@ -91,10 +92,11 @@ def kernels(batch, unembedding, mask):
         weights_B = losses.loss_weights(counts_B, AGGREGATIONS[mode].function, 5.0)
         results[f"loss {mode}"] = jnp.sum(weights_B[:, None] * value_loss)
 
-    scores = logprobs.token_logprobs(hidden, unembedding, batch["targets"], mask, 0.7, 2)
+    options = LogitOptions(0.7, chunk_size=2)
+    scores = logprobs.token_logprobs(hidden, unembedding, batch["targets"], mask, options)
     results |= dict(zip(("token_logprobs", "entropy"), scores, strict=True))
     results["full_kl"] = vocabulary_kl.full_kl(
-        hidden, unembedding, hidden[..., ::-1], unembedding, mask, temperature=0.7, chunk_size=2
+        hidden, unembedding, hidden[..., ::-1], unembedding, mask, options
     )
     return results
 

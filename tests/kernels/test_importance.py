@@ -3,6 +3,8 @@
 The mismatch metrics are checked by hand and against NumPy.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,7 +53,11 @@ def test_turns_by_hand():
     # An observation without tokens: the mask does not tell the last two turns apart.
     starts = jnp.array([[0, 1, 0, 0, 0, 1, 0], [1, 0, 1, 0, 1, 0, 1]])
     weights = importance.importance_weights(
-        jnp.log(ratios), jnp.zeros(mask.shape), mask, LEVELS["turn"], 99.0, starts=starts
+        jnp.log(ratios),
+        jnp.zeros(mask.shape),
+        mask,
+        functools.partial(LEVELS["turn"], starts=starts),
+        99.0,
     )
     expected = [[0, 6, 6, 0, 0, 5, 0], [2, 0, 3, 0, 35, 35, 1]]
     np.testing.assert_allclose(weights, expected, rtol=1e-5)

@@ -26,6 +26,7 @@ from jax_ppo.kernels import (
 )
 from jax_ppo.kernels import masked_statistics as masked
 from jax_ppo.kernels.losses import Clip
+from jax_ppo.kernels.vocabulary_chunks import LogitOptions
 from jax_ppo.ppo.reward_shaping import soft_overlong_penalty
 from jax_ppo.registries import AGGREGATIONS
 from kernels_by_name import KL, LEVELS
@@ -35,6 +36,7 @@ STORED = Path(__file__).parents[1] / "expected" / "kernels" / "peers.npz"
 TOKENS, SUM, MEAN, NORM = AGGREGATIONS
 GROUP, GAMMA, LAM, TEMPERATURE, VALUE_CLIP = 4, 0.97, 0.9, 0.7, 0.3
 EVEN, PLAIN, DUAL = Clip(0.2, 0.2), Clip(0.2, 0.28), Clip(0.2, 0.28, 3.0)
+LOGITS = LogitOptions(TEMPERATURE, chunk_size=5)
 PEERS = ("verl", "trl", "tunix", "openrlhf")
 # Relative to the largest number. Peers add 1e-8 to counts; some compute in float32 throughout.
 TOLERANCES = {"verl": 1e-7, "trl": 1e-7, "tunix": 1e-5, "openrlhf": 1e-5}
@@ -305,8 +307,8 @@ def compare_divergences(case: dict[str, jax.Array]) -> Iterator[Comparison]:
     yield Comparison(peers, adapt, "kls")
 
     def outputs(hidden: jax.Array) -> tuple[jax.Array, ...]:
-        arguments = (case["unembedding"], case["targets"], mask, TEMPERATURE)
-        return logprobs.token_logprobs(hidden, *arguments, chunk_size=5)
+        arguments = (case["unembedding"], case["targets"], mask, LOGITS)
+        return logprobs.token_logprobs(hidden, *arguments)
 
     for i, name in enumerate(("log-prob", "entropy")):
         peers = tuple(f"{peer}: {name}" for peer in PEERS)
@@ -318,8 +320,8 @@ def compare_divergences(case: dict[str, jax.Array]) -> Iterator[Comparison]:
 
     def whole(hidden: jax.Array) -> jax.Array:
         E = case["unembedding"]
-        arguments = (E, case["ref_hidden"], E, mask, TEMPERATURE)
-        return vocabulary_kl.full_kl(hidden, *arguments, chunk_size=5)
+        arguments = (E, case["ref_hidden"], E, mask, LOGITS)
+        return vocabulary_kl.full_kl(hidden, *arguments)
 
     peers = ("trl: GKDTrainer: KL of the whole vocabulary",)
     yield Comparison(peers, whole, "hidden", cotangents=True)

@@ -25,6 +25,7 @@ from jax_ppo.kernels import (
 )
 from jax_ppo.kernels import masked_statistics as masked
 from jax_ppo.kernels.losses import Clip, padded_batch
+from jax_ppo.kernels.vocabulary_chunks import LogitOptions
 from jax_ppo.registries import AGGREGATIONS, IMPORTANCE_WEIGHTS, POLICY_LOSSES
 from jax_ppo.training import packing
 from jax_ppo.types import Sequences
@@ -288,16 +289,14 @@ places = arrays(np.int32, (G, N), elements=st.integers(0, 1))
 
 @functools.cache
 def vocabulary_kernels(temperature, chunk_size):
+    options = LogitOptions(temperature, chunk_size=chunk_size)
+
     def total(hidden, unembedding, targets, mask):
-        of_tokens, entropy = logprobs.token_logprobs(
-            hidden, unembedding, targets, mask, temperature, chunk_size
-        )
+        of_tokens, entropy = logprobs.token_logprobs(hidden, unembedding, targets, mask, options)
         return of_tokens.sum() + entropy.sum(), (of_tokens, entropy)
 
     def divergence(hidden, unembedding, ref_hidden, mask):
-        result = vocabulary_kl.full_kl(
-            hidden, unembedding, ref_hidden, unembedding, mask, temperature, chunk_size
-        )
+        result = vocabulary_kl.full_kl(hidden, unembedding, ref_hidden, unembedding, mask, options)
         return result.sum(), result
 
     return [compiled(jax.grad(f, (0, 1), has_aux=True)) for f in (total, divergence)]
@@ -308,7 +307,7 @@ def vocabulary_kernels(temperature, chunk_size):
     places,
     st.integers(0, 99),
     st.sampled_from([0.1, 1.0, 30.0]),
-    st.sampled_from([(1.0, None), (0.6, 2), (1.7, 1), (1.0, 4)]),
+    st.sampled_from([(1.0, 0), (0.6, 2), (1.7, 1), (1.0, 4)]),
 )
 def test_logprobs_entropy_and_full_kl(mask, seed, scale, option):
     rng = np.random.default_rng(seed)

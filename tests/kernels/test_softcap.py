@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jax_ppo.kernels.logprobs import token_logprobs
-from jax_ppo.kernels.vocabulary_chunks import softcap, softcap_slope
+from jax_ppo.kernels.vocabulary_chunks import LogitOptions, softcap, softcap_slope
 from jax_ppo.kernels.vocabulary_kl import full_kl
 
 CAP, TEMPERATURE = 2.0, 0.7
@@ -50,19 +50,9 @@ def test_logprobs_and_kl_are_those_of_the_definition(chunk_size, rng):
     targets, weights = rng.integers(0, 11, (2, 7)), rng.normal(size=(3, 2, 7)).astype(np.float32)
 
     def ours(hidden, unembedding):
-        logprobs, entropy = token_logprobs(
-            hidden, unembedding, targets, MASK, TEMPERATURE, chunk_size, logit_softcap=CAP
-        )
-        kl = full_kl(
-            hidden,
-            unembedding,
-            ref_hidden,
-            ref_unembedding,
-            MASK,
-            TEMPERATURE,
-            chunk_size,
-            logit_softcap=CAP,
-        )
+        options = LogitOptions(TEMPERATURE, CAP, chunk_size=chunk_size)
+        logprobs, entropy = token_logprobs(hidden, unembedding, targets, MASK, options)
+        kl = full_kl(hidden, unembedding, ref_hidden, ref_unembedding, MASK, options)
         return jnp.stack([logprobs, entropy, kl])
 
     def naive(hidden, unembedding):
@@ -83,5 +73,5 @@ def test_logprobs_and_kl_are_those_of_the_definition(chunk_size, rng):
     np.testing.assert_allclose(
         ours(hidden, unembedding), naive(hidden, unembedding), rtol=1e-4, atol=1e-5
     )
-    uncapped = token_logprobs(hidden, unembedding, targets, MASK, TEMPERATURE)[0]
+    uncapped = token_logprobs(hidden, unembedding, targets, MASK, LogitOptions(TEMPERATURE))[0]
     assert np.abs(uncapped - ours(hidden, unembedding)[0])[MASK].max() > 0.1

@@ -7,16 +7,18 @@ import pytest
 
 from jax_ppo.kernels import vocabulary_chunks
 from jax_ppo.kernels import vocabulary_kl as kernel
+from jax_ppo.kernels.vocabulary_chunks import LogitOptions
 
-jitted = jax.jit(kernel.full_kl, static_argnames=("temperature", "chunk_size"))
+jitted = jax.jit(kernel.full_kl, static_argnames=("options",))
 
 
 def full_kl(
-    hidden, unembedding, ref_hidden, ref_unembedding, temperature=1.0, chunk_size=None, mask=None
+    hidden, unembedding, ref_hidden, ref_unembedding, temperature=1.0, chunk_size=0, mask=None
 ):
     """Compute the KL at all positions if no mask is passed."""
     mask = jnp.ones(hidden.shape[:2], bool) if mask is None else mask
-    return jitted(hidden, unembedding, ref_hidden, ref_unembedding, mask, temperature, chunk_size)
+    options = LogitOptions(temperature, chunk_size=chunk_size)
+    return jitted(hidden, unembedding, ref_hidden, ref_unembedding, mask, options)
 
 
 def naive(hidden, unembedding, ref_hidden, ref_unembedding, temperature):
@@ -144,9 +146,9 @@ def test_gradient_of_the_master_is_summed_in_float32():
     np.testing.assert_allclose(slope[:, 0], [-256 * math.log(3), 256 * math.log(3)], rtol=4e-3)
 
 
-def temporaries(places, width, vocabulary, chunk_size=None):
+def temporaries(places, width, vocabulary, chunk_size=0):
     """Return the bytes of temporaries of the compiled value and gradient, without running them."""
-    loss = lambda *x: jnp.sum(kernel.full_kl(*x, 1.0, chunk_size))  # noqa: E731
+    loss = lambda *x: jnp.sum(kernel.full_kl(*x, LogitOptions(1.0, chunk_size=chunk_size)))  # noqa: E731
     hidden, unembedding = (
         jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, places, width), (vocabulary, width))
     )
@@ -180,7 +182,7 @@ def test_devices_exchange_the_gradient_once():
     hidden = jax.ShapeDtypeStruct((8, 32, 16), jnp.float32, sharding=rows)
     unembedding = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=whole)
     mask = jax.ShapeDtypeStruct((8, 32), bool, sharding=rows)
-    slope = jax.grad(lambda *x: kernel.full_kl(*x, 1.0, chunk_size=4).sum(), (0, 1))
+    slope = jax.grad(lambda *x: kernel.full_kl(*x, LogitOptions(1.0, chunk_size=4)).sum(), (0, 1))
     text = (
         jax.jit(slope, out_shardings=(rows, whole))
         .lower(hidden, unembedding, hidden, unembedding, mask)
@@ -197,7 +199,7 @@ def test_devices_exchange_the_gradient_once():
 def test_wrong_shapes_are_refused(wrong):
     shapes = {0: (2, 3, 4), 1: (5, 4), 2: (2, 3, 4), 3: (5, 4), 4: (2, 3)} | wrong
     with pytest.raises(AssertionError):
-        kernel.full_kl(*(jnp.ones(shape) for shape in shapes.values()), 1.0)
+        kernel.full_kl(*(jnp.ones(shape) for shape in shapes.values()), LogitOptions(1.0))
 
 
 def test_ids_beyond_the_last_are_in_neither_distribution(rng):
@@ -206,7 +208,12 @@ def test_ids_beyond_the_last_are_in_neither_distribution(rng):
 
     def weighted(hidden, unembedding, ref_unembedding, num_ids):
         kl = kernel.full_kl(
-            hidden, unembedding, ref_hidden, ref_unembedding, mask, 0.7, 3, num_ids=num_ids
+            hidden,
+            unembedding,
+            ref_hidden,
+            ref_unembedding,
+            mask,
+            LogitOptions(0.7, num_ids=num_ids, chunk_size=3),
         )
         return jnp.sum(slope * kl)
 

@@ -8,7 +8,7 @@ import pytest
 import tiny
 from jax_ppo.memory import decoding_slots
 from jax_ppo.memory.memory_check import PPOMemory
-from jax_ppo.ppo.rollout_engine import sampling_options
+from jax_ppo.ppo.step_parts import sampling_options
 
 CONFIG = tiny.config(rollout__max_num_seqs=0, data__train_batch_size=64, rollout__n=2)
 

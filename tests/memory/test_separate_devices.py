@@ -13,7 +13,7 @@ from jax_ppo.memory import compiler_figures, decoding_slots, step_plan
 from jax_ppo.memory.memory_check import PPOMemory
 from jax_ppo.memory.remedies import PossibleChanges
 from jax_ppo.models.hf.config_export import to_hf_config
-from jax_ppo.ppo.rollout_engine import sampling_options
+from jax_ppo.ppo.step_parts import sampling_options
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.topologies import cpu_devices, parse_topology
 

@@ -13,7 +13,7 @@ LENGTHS = np.array([4, 6, 8, 5 + 9])  # two responses per prompt
 
 def count(step=0, **changes):
     config = tiny.config(**changes)
-    options = StepOptions.from_config(config)
+    options = StepOptions(config)
     return count_step_flops(options, tiny.networks(config), step, PROMPTS, LENGTHS)
 
 

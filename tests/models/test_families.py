@@ -19,6 +19,7 @@ import recorded
 import tiny
 from family_variants import GEMMA, QWEN_3_5, VARIANTS
 from jax_ppo.kernels.logprobs import token_logprobs
+from jax_ppo.kernels.vocabulary_chunks import LogitOptions
 from jax_ppo.models import heads, rope
 from jax_ppo.models.cache import RecurrentState, keep_states
 from jax_ppo.models.hf.config import from_hf_config
@@ -262,9 +263,9 @@ def test_logits_logprobs_and_gradients(checkpoint, tmp_path):
         hidden = (
             Transformer(architecture).apply({"params": params}, ids, positions, segments).hidden
         )
-        temperature, cap = heads.product_scaling(architecture, TEMPERATURE)
+        options = LogitOptions(*heads.product_scaling(architecture, TEMPERATURE))
         logprobs, entropy = token_logprobs(
-            hidden, heads.output_embedding(params), targets, mask, temperature, logit_softcap=cap
+            hidden, heads.output_embedding(params), targets, mask, options
         )
         loss = jnp.sum(jnp.sin(logprobs)) + jnp.sum(entropy**2)
         return loss, (heads.compute_logits(architecture, params, hidden), logprobs, entropy)

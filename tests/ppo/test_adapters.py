@@ -48,7 +48,7 @@ def test_four_roles_share_one_base():
     config = tiny.config(model__dtype="bfloat16", **LORA)
     mesh = tiny.make_mesh(8, data=2, fsdp=2, model=2)
     nets = tiny.networks(config)
-    shapes = StateBuilder.from_config(config, nets, mesh).shapes()
+    shapes = StateBuilder(config, nets, mesh).shapes()
     assert names(shapes.actor) == {"lora_a", "lora_b"} and names(shapes.critic) == {
         "lora_a",
         "lora_b",
@@ -63,7 +63,7 @@ def test_four_roles_share_one_base():
     assert jax.tree.map(jnp.shape, shapes.reference) == jax.tree.map(jnp.shape, state.reference)
     trained = trained_trees(state)
     assert jax.tree.map(jnp.shape, trained) == jax.tree.map(
-        jnp.shape, StateBuilder.from_config(config, nets, mesh).trained_shapes()
+        jnp.shape, StateBuilder(config, nets, mesh).trained_shapes()
     )
     # r (in + out): q, o; k, v; gate, up; down.
     per_layer = 4 * (2 * (16 + 16) + 2 * (16 + 8) + 2 * (16 + 32) + (32 + 16))
@@ -184,13 +184,13 @@ def test_a_reward_model_may_stand_on_the_base_too():
         packed_rows = jax.tree.map(lambda x: x[0], batches.packing), batches.counts[0]
         params = full_parameters(nets.critic, state.critic, state.reference)
         scores = forward_passes.reward_model_scores(
-            nets.critic, params, sequences, *packed_rows, "auto"
+            nets.critic, params, sequences, packed_rows, "auto"
         )
         merge = functools.partial(_merged, params, nets.critic.lora.scale)
         whole = jax.tree_util.tree_map_with_path(merge, state.reference)
         bare = tiny.networks(tiny.config()).critic
         expected = forward_passes.reward_model_scores(
-            bare, whole | {"score": state.critic["score"]}, sequences, *packed_rows, "auto"
+            bare, whole | {"score": state.critic["score"]}, sequences, packed_rows, "auto"
         )
     assert np.std(scores) > 0.02
     np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5)
@@ -219,7 +219,7 @@ def test_a_state_from_a_checkpoint_is_the_one_that_was_saved(tmp_path):
         def progress(name):
             loaded.append(name)
 
-        states = StateBuilder.from_config(config, nets, mesh)
+        states = StateBuilder(config, nets, mesh)
         after = states.create(folders, progress, trained_trees(before), 7)
         first = states.create(folders, progress)
     assert int(after.step) == 7 and loaded == ["base", "base"]

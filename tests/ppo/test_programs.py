@@ -11,8 +11,7 @@ from jax_ppo.memory import step_plan
 from jax_ppo.memory.abstract_step import build_abstract_step
 from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.ppo import programs
-from jax_ppo.ppo.programs import PROGRAMS, StepProgram, planned_programs
-from jax_ppo.ppo.step_on_shapes import take_step_on_shapes
+from jax_ppo.ppo.programs import PROGRAMS, StepProgram, planned_programs, take_step_on_shapes
 from jax_ppo.runtime import sharding
 from jax_ppo.runtime.compiled_programs import run_on_shapes
 from jax_ppo.runtime.topologies import parse_topology

@@ -58,14 +58,13 @@ def network(options, folder, decoder):
 
 def make_reward_inputs(options, net, folder, actors, mesh=None, **others):
     """Call `~reward_inputs.make_reward_inputs` with the sections of `~options` that it reads."""
-    others.setdefault("report", lambda line: None)
+    tokenizer, _ = reward_inputs.load_reward_tokenizer(options.reward, net, folder, actors, "")
     return reward_inputs.make_reward_inputs(
-        options=options.reward,
+        options.reward,
+        mesh or tiny.make_mesh(),
+        net,
+        (tokenizer, actors),
         packed=options.packing.enabled,
-        mesh=mesh or tiny.make_mesh(),
-        net=net,
-        folder=folder,
-        actor_tokenizer=actors,
         **others,
     )
 
@@ -79,13 +78,13 @@ def score_answers(folder, decoder, actors, mesh=None, **changes):
     options = tiny.config(
         algorithm__adv_estimator="reinforce_plus_plus", reward__model_path=str(folder), **changes
     )
-    mesh, messages = mesh or tiny.make_mesh(), []
+    mesh = mesh or tiny.make_mesh()
     nets, net = network(options, folder, decoder)
     with jax.set_mesh(mesh):
-        shapes = StateBuilder.from_config(options, nets, mesh).shapes().models["reward"]
+        shapes = StateBuilder(options, nets, mesh).shapes().models["reward"]
         where = jax.tree.map(lambda x: x.sharding, shapes)
         params = load_checkpoint(folder, net.architecture, where, np.float32, "reward")
-        encode = make_reward_inputs(options, net, folder, actors, mesh=mesh, report=messages.append)
+        encode, messages = make_reward_inputs(options, net, folder, actors, mesh=mesh)
         ids = [np.array(actors.encode(answer), np.int32) for answer in ANSWERS]
         texts = actors.batch_decode(ids, skip_special_tokens=True)
         inputs, cut = encode(
@@ -114,7 +113,7 @@ def test_an_encoders_matrices_are_split(encoder, decoder):
     )
     mesh = tiny.make_mesh(8, fsdp=2, model=2)
     nets, _ = network(options, encoder, decoder)
-    params = StateBuilder.from_config(options, nets, mesh).shapes().models["reward"]
+    params = StateBuilder(options, nets, mesh).shapes().models["reward"]
 
     def block(*path):
         leaf = params
@@ -143,7 +142,7 @@ def text(prompt):
     ],
 )
 def test_an_encoder_scores_pairs_on_any_mesh(encoder, decoder, actors, mesh):
-    ours, (sequences, packed, count), cut, messages = score_answers(
+    ours, (sequences, (packed, _)), cut, messages = score_answers(
         encoder, decoder, actors, tiny.make_mesh(**mesh)
     )
     pairs = zip(map(text, PROMPTS), ANSWERS, strict=True)
@@ -165,7 +164,9 @@ def test_text_is_read_as_text_whatever_the_template(decoder, actors, tmp_path):
     options = tiny.config(reward__model_path=str(folder))
     net = network(options, folder, decoder)[0].reward
     for chats, form in ((False, "text"), (True, "chat")):
-        inputs_of_form = make_reward_inputs(options, net, folder, actors, prompts_are_chats=chats)
+        inputs_of_form, _ = make_reward_inputs(
+            options, net, folder, actors, prompts_are_chats=chats
+        )
         assert inputs_of_form.reader.form == form
 
 
@@ -249,7 +250,7 @@ def test_what_is_cut_is_counted_and_said_once(encoder, decoder, actors, caplog):
 def test_micro_batches_and_packing_change_nothing(encoder, decoder, actors):
     whole, *_ = score_answers(encoder, decoder, actors)
     for changes in ({"reward__micro_batch_size_per_device": 2}, {"packing__enabled": False}):
-        ours, (_, packed, count), *_ = score_answers(encoder, decoder, actors, **changes)
+        ours, (_, (packed, count)), *_ = score_answers(encoder, decoder, actors, **changes)
         np.testing.assert_allclose(ours, whole, rtol=1e-4, atol=1e-5)
         assert packed.sample.shape[1] == (
             2 if "reward__micro_batch_size_per_device" in changes else 4
@@ -262,19 +263,19 @@ def reward_inputs_of(folder, decoder, actors, mesh=None, **changes):
         algorithm__adv_estimator="reinforce_plus_plus", reward__model_path=str(folder), **changes
     )
     net = network(options, folder, decoder)[1]
-    return make_reward_inputs(options, net, folder, actors, mesh=mesh)
+    return make_reward_inputs(options, net, folder, actors, mesh=mesh)[0]
 
 
 def test_a_critic_as_reward_model_is_told(decoder, tmp_path):
-    own, lines = reward_models.load_tokenizer(decoder), []
+    own = reward_models.load_tokenizer(decoder)
     options = tiny.config(reward__model_path="critic")
     net = network(tiny.config(), decoder, decoder)[1]
     config = json.loads((decoder / "config.json").read_text())
     for told, task in enumerate(("Sequence", "Token")):
         text = json.dumps(config | {"architectures": [f"LlamaFor{task}Classification"]})
         (tmp_path / "config.json").write_text(text)
-        make_reward_inputs(options, net, tmp_path, own, report=lines.append)
-        assert sum("as critics are exported" in line for line in lines) == told
+        _, notes = reward_inputs.load_reward_tokenizer(options.reward, net, tmp_path, own, "")
+        assert ["as critics are exported" in note for note in notes] == [True] * told
 
 
 def test_with_the_actors_tokens_nothing_goes_through_the_host(decoder, tmp_path):

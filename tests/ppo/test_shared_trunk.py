@@ -118,7 +118,7 @@ def test_its_shapes_are_foreseen():
     config, mesh = tiny.config(**SHARED), tiny.make_mesh()
     with jax.set_mesh(mesh):
         state = tiny.make_state(config, mesh)
-    shapes = StateBuilder.from_config(config, tiny.networks(config), mesh).trained_shapes()
+    shapes = StateBuilder(config, tiny.networks(config), mesh).trained_shapes()
     assert jax.tree.map(jnp.shape, trained_trees(state)) == jax.tree.map(jnp.shape, shapes)
-    states = StateBuilder.from_config(config, tiny.networks(config), mesh)
+    states = StateBuilder(config, tiny.networks(config), mesh)
     assert "score" not in states.shapes().reference

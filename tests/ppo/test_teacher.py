@@ -66,8 +66,7 @@ def estimate(config, mesh, nets, state, rollout):
         nets,
         state,
         sequences,
-        jax.tree.map(lambda x: x[0], packed.packing),
-        packed.counts[0],
+        (jax.tree.map(lambda x: x[0], packed.packing), packed.counts[0]),
     )
     rewards = jnp.linspace(-1, 1, len(rollout.lengths))
     experience, metrics = tiny.estimate_experience(
@@ -261,7 +260,7 @@ def test_a_plan_and_the_flops_count_the_teacher(tmp_path):
     lengths = np.full(8, 10)
     counts = [
         count_step_flops(
-            StepOptions.from_config(config),
+            StepOptions(config),
             Networks(**net, teacher=net.actor),
             0,
             lengths - 4,

@@ -508,7 +508,7 @@ def test_reward_model_scores_stand_on_the_last_token():
         batches = tiny.pack_batches(config, mesh, rollout, ALL, 2)
         packed_rows = jax.tree.map(lambda x: x[0], batches.packing)
         scores = forward_passes.reward_model_scores(
-            model, params, sequences, packed_rows, batches.counts[0], "last_token"
+            model, params, sequences, (packed_rows, batches.counts[0]), "last_token"
         )
         expected = last_scalars(model, params, sequences)
     assert np.std(expected) > 0.1
@@ -606,7 +606,7 @@ def test_without_a_critic_there_is_none():
     assert not any(name.startswith("critic/") for name in metrics)
     assert not np.array_equal(before.actor["norm"]["scale"], after.actor["norm"]["scale"])
     nets = tiny.networks(config)
-    assert StateBuilder.from_config(config, nets, tiny.make_mesh()).trained_shapes().keys() == {
+    assert StateBuilder(config, nets, tiny.make_mesh()).trained_shapes().keys() == {
         "actor",
         "optimizer",
         "control",
@@ -717,8 +717,7 @@ def test_the_value_after_the_last_token(devices):
             tiny.networks(config),
             state,
             sequences,
-            jax.tree.map(lambda x: x[0], batches.packing),
-            batches.counts[0],
+            (jax.tree.map(lambda x: x[0], batches.packing), batches.counts[0]),
         )
     model, alone = tiny.networks(config).critic, jax.device_get((state.critic, sequences))
     expected = last_scalars(model, *alone)

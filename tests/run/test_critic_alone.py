@@ -61,7 +61,7 @@ def test_only_the_critic_is_trained_saved_and_exported(trained):
     assert not (workdir / "actor").exists()
     saved = {path.name for path in (workdir / "checkpoints" / str(STEPS)).iterdir()}
     assert "critic" in saved and "actor" not in saved
-    shapes = StateBuilder.from_config(config, tiny.networks(config), tiny.make_mesh()).shapes()
+    shapes = StateBuilder(config, tiny.networks(config), tiny.make_mesh()).shapes()
     assert set(shapes.optimizers) == {"critic"} and "actor" in shapes.models
     rows = read_rows(workdir)
     assert len(rows) == STEPS and "actor/loss" not in rows[0]
@@ -166,7 +166,7 @@ def test_a_critic_of_normalized_returns_keeps_its_unit(trained, tmp_path):
     def first_state(options):
         folders = resolve_role_folders(resolve_roles(options), options.model)
         nets = read_networks(options, folders)
-        states = StateBuilder.from_config(options, nets, tiny.make_mesh())
+        states = StateBuilder(options, nets, tiny.make_mesh())
         return states.create_models(folders, lambda name: None)
 
     ppo_training.train_ppo(continued("", True), tmp_path / "run")

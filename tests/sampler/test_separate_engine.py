@@ -10,7 +10,7 @@ from jax_ppo.config.rollout_options import RolloutMesh
 from jax_ppo.config.schema import MeshShape
 from jax_ppo.errors import UserError
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.ppo.rollout_engine import make_engine
+from jax_ppo.ppo.step_parts import make_engine
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.sampler import sampling
 from jax_ppo.sampler.built_in import BuiltInEngine

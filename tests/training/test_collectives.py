@@ -39,9 +39,13 @@ def inputs() -> tuple[np.ndarray, ...]:
     )
 
 
+def options(layout):
+    return vocabulary_chunks.LogitOptions(0.7, layout=layout, chunk_size=CHUNK)
+
+
 def summed_logprobs(layout, dtype, hidden, unembedding, targets, mask):
     values, entropy = logprobs.token_logprobs(
-        hidden.astype(dtype), unembedding, targets, mask, 0.7, CHUNK, layout=layout
+        hidden.astype(dtype), unembedding, targets, mask, options(layout)
     )
     return values.sum() + 0.1 * entropy.sum()
 
@@ -50,7 +54,7 @@ def summed_kl(layout, dtype, hidden, unembedding, targets, mask):
     hidden = hidden.astype(dtype)
     reference = jax.lax.stop_gradient(1.3 * unembedding)
     return vocabulary_kl.full_kl(
-        hidden, unembedding, hidden, reference, mask, 0.7, CHUNK, layout=layout
+        hidden, unembedding, hidden, reference, mask, options(layout)
     ).sum()
 
 

@@ -42,7 +42,7 @@ def test_an_offloaded_optimizer_trains_alike_and_stays_on_the_host(tmp_path, fsd
             config = tiny.config(**changes)
             nets = tiny.networks(config)
             folders = Folders(actor=tmp_path / "actor")
-            state = StateBuilder.from_config(config, nets, mesh).create(folders, lambda name: None)
+            state = StateBuilder(config, nets, mesh).create(folders, lambda name: None)
             kinds = memory_kinds(state.optimizers["actor"])
             assert kinds == ({"pinned_host"} if changes is OFFLOADED else {"device"})
             rollout = tiny.make_rollout(mesh)
@@ -56,7 +56,7 @@ def test_an_offloaded_optimizer_trains_alike_and_stays_on_the_host(tmp_path, fsd
         # A checkpoint is read to where the state was.
         with Checkpointer(tmp_path / "checkpoints", 1, "reward_mean", print) as checkpoints:
             checkpoints.save(1, trained_trees(after), {}, {})
-            shapes = StateBuilder.from_config(config, nets, mesh).trained_shapes()
+            shapes = StateBuilder(config, nets, mesh).trained_shapes()
             restored, _ = checkpoints.restore(1, shapes)
     assert memory_kinds(restored["optimizer"]) == {"pinned_host"}
     jax.tree.map(np.testing.assert_array_equal, restored["optimizer"]["actor"], results[1][1])
@@ -80,7 +80,7 @@ def test_idle_roles_wait_in_the_host_memory_and_train_alike(tmp_path):
             folders = Folders(
                 actor=tmp_path / "lm", critic=tmp_path / "scalar", reward=tmp_path / "scalar"
             )
-            state = StateBuilder.from_config(config, nets, mesh).create(folders, lambda name: None)
+            state = StateBuilder(config, nets, mesh).create(folders, lambda name: None)
             idle = (
                 state.actor,
                 state.reference,
@@ -94,7 +94,7 @@ def test_idle_roles_wait_in_the_host_memory_and_train_alike(tmp_path):
             batches = tiny.pack_batches(config, mesh, rollout, [np.arange(tiny.B)], rows=4)
             experience, _ = tiny.make_experience(config, mesh, state, rollout, rows=4)
             rows = jax.tree.map(lambda x: x[0], batches.packing)
-            inputs = (experience.sequences, rows, batches.counts[0])
+            inputs = (experience.sequences, (rows, batches.counts[0]))
             rewards = forward_passes.reward_model_scores(
                 nets.reward, state.models["reward"], *inputs, "auto"
             )

@@ -72,7 +72,7 @@ def start(tmp_path):
     def start_run(mesh, trained=None):
         folders = resolve_role_folders(resolve_roles(config), config.model)
         nets = read_networks(config, folders)
-        states = StateBuilder.from_config(config, nets, mesh)
+        states = StateBuilder(config, nets, mesh)
         return nets, states.create(folders, lambda name: None, trained)
 
     return config, start_run
@@ -96,7 +96,7 @@ def test_a_frozen_role_is_loaded_split_counted_and_not_saved(start, monkeypatch,
         table = adviser["embed"]["embedding"]
         assert np.any(np.asarray(table) != np.asarray(own["embed"]["embedding"]))
         assert table.sharding.shard_shape(table.shape) != table.shape
-        shapes = StateBuilder.from_config(config, nets, mesh).shapes()
+        shapes = StateBuilder(config, nets, mesh).shapes()
         assert jax.tree.map(lambda x: (x.shape, x.sharding), state) == jax.tree.map(
             lambda x: (x.shape, x.sharding), shapes
         )
@@ -124,7 +124,7 @@ def test_a_trained_role_gets_an_optimizer_a_place_in_checkpoints_and_an_export(
         with Checkpointer(tmp_path / "checkpoints", 1, "reward_mean", print) as checkpoints:
             checkpoints.save(1, trees, {}, None)
             checkpoints.wait()
-            shapes = StateBuilder.from_config(config, nets, mesh).trained_shapes()
+            shapes = StateBuilder(config, nets, mesh).trained_shapes()
             saved = checkpoints.restore(1, shapes).arrays
         restored = start_run(mesh, saved)[1]
         jax.tree.map(

@@ -26,7 +26,7 @@ def test_a_state_from_a_checkpoint_is_the_one_that_was_saved():
         before = tiny.make_state(config, mesh)
         before = dataclasses.replace(before, step=jnp.int32(7))
         folders = Folders()
-        states = StateBuilder.from_config(config, tiny.networks(config), mesh)
+        states = StateBuilder(config, tiny.networks(config), mesh)
         after = states.create(folders, None, trained_trees(before), 7)
     assert int(after.step) == 7
     trees = (trained_trees(state) for state in (after, before))
@@ -65,7 +65,7 @@ def test_where_a_critic_starts(folders, options, critic, head):
     places = Folders(actor=folders / "actor", critic=critic and folders / critic)
     with jax.set_mesh(mesh):
         nets = read_networks(config, places)
-        state = StateBuilder.from_config(config, nets, mesh).create(places, lambda role: None)
+        state = StateBuilder(config, nets, mesh).create(places, lambda role: None)
     if head == "shared":
         assert state.critic is None and not np.any(state.actor["score"]["kernel"])
         return
@@ -88,7 +88,7 @@ def test_the_reference_may_be_another_model(folders):
     places = Folders(actor=folders / "actor", critic=folders / "actor", reference=folders / "other")
     with jax.set_mesh(mesh):
         nets = read_networks(config, places)
-        state = StateBuilder.from_config(config, nets, mesh).create(places, lambda role: None)
+        state = StateBuilder(config, nets, mesh).create(places, lambda role: None)
     for tree, folder in ((state.actor, "actor"), (state.reference, "other")):
         source = load_file(folders / folder / "model.safetensors")
         np.testing.assert_array_equal(

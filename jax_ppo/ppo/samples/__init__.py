@@ -14,17 +14,17 @@ from jax_ppo.sampler.other_mesh import SeparateEngine
 
 def choose_source(parts: StepParts, batches: PromptBatches) -> SampleSource:
     """Return what gives the steps their samples, from the prompts of `batches` on."""
-    options = parts.step_options
+    config = parts.config
     source: type[SampleSource] = OnPolicySource
     if isinstance(parts.training, GivenResponses):
         source = GivenSource
-    elif options.rollout.max_staleness > 1:
+    elif config.rollout.max_staleness > 1:
         source = ContinuedSource
-    elif options.rollout.max_staleness == 1:
+    elif config.rollout.max_staleness == 1:
         is_separate = isinstance(parts.engine, SeparateEngine)
         source = BesideUpdateSource if is_separate else OneStepAheadSource
-    elif options.rollout.exact:
+    elif config.rollout.exact:
         source = ExactSource
-    elif options.selects_samples:
+    elif config.selects_samples:
         source = SelectedSource
     return source(parts, batches)

@@ -104,7 +104,7 @@ class ContinuedSource(SampleSource):
 
     def take(self, state: TrainState, step: int, observer: StepObserver) -> SampledBatch:
         """Continue the pool until a step's responses are complete. See `SampleSource.take`."""
-        parts, n = self._parts, self._parts.step_options.rollout.n
+        parts, n = self._parts, self._parts.config.rollout.n
         pool = None
         if self._await_left is not None:
             with observer.phase("rollout"):
@@ -149,17 +149,17 @@ class ContinuedSource(SampleSource):
         Returns:
           The pool, their places in it, and how many tokens the slots could have drawn.
         """
-        options, slot_steps = self._parts.step_options, 0
+        config, slot_steps = self._parts.config, 0
         while True:
             pool, taken = _continue_pool(engine, pool, version, self._parts)
             slot_steps += int(placement.to_host(taken).sum())
-            ended = placement.to_host(_has_ended(pool.rollout)).reshape(-1, options.rollout.n)
+            ended = placement.to_host(_has_ended(pool.rollout)).reshape(-1, config.rollout.n)
             places = choose_prompts(
                 ended,
                 pool.batches,
                 step,
-                options.prompts_per_step,
-                options.rollout.max_staleness,
+                config.data.train_batch_size,
+                config.rollout.max_staleness,
             )
             if places is not None:
                 return pool, places, slot_steps
@@ -189,10 +189,10 @@ class ContinuedSource(SampleSource):
         self, saved: dict[str, Any], checkpoints: Checkpointer, step: int
     ) -> ResponsePool | None:
         """Return the unfinished responses of a checkpoint. See `SampleSource.read_tree`."""
-        parts, options = self._parts, self._parts.step_options.rollout
+        parts, options = self._parts, self._parts.config.rollout
         samples = BATCHES_IN_POOL * parts.samples
         read_rollout(saved["rollout"], step)  # raises if another version wrote it
-        first = np.arange(parts.step_options.prompts_per_step)
+        first = np.arange(parts.config.data.train_batch_size)
         with run_on_shapes(lambda name, lowered, arguments: lowered.out_info):
             begun = _begin(parts, make_batch(parts.training, first, len(first)), 0)[:2]
         rows = saved["rollout"]["responses"].shape[0]
@@ -228,7 +228,7 @@ def _fill(
     parts: StepParts, pool: ResponsePool | None, batches: PromptBatches, step: int
 ) -> ResponsePool:
     """Return the pool with new prompts in its empty places."""
-    count = parts.step_options.prompts_per_step
+    count = parts.config.data.train_batch_size
     places = np.arange(BATCHES_IN_POOL * count)
     empty = (places if pool is None else np.flatnonzero(pool.batches < 0)).reshape(-1, count)
     # The batches' numbers address their random numbers, as the steps' numbers do otherwise.
@@ -240,7 +240,7 @@ def _fill(
     arrays = take_on_mesh(
         parts.mesh,
         tuple({"rollout": x.rollout, "draws": x.draws} for x in pools),
-        rows_of_groups(places, parts.step_options.rollout.n),
+        rows_of_groups(places, parts.config.rollout.n),
     )
     prompts = np.concatenate([x.prompts for x in pools])[places]
     return ResponsePool(arrays["rollout"], arrays["draws"], prompts)
@@ -248,7 +248,7 @@ def _fill(
 
 def _begin(parts: StepParts, batch: PromptBatch, number: int) -> ResponsePool:
     """Return a batch of prompts without a token of a response, on the mesh."""
-    n = parts.step_options.rollout.n
+    n = parts.config.rollout.n
     layout = sharding.batch_rows(parts.mesh, len(batch.indices) * n)
     # One width for all batches: the pool's shapes never change.
     missing = parts.training.max_prompt_length - batch.prompts.tokens.shape[1]

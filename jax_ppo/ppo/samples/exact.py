@@ -1,4 +1,4 @@
-"""Responses that the update's own forward pass draws, bit for bit (`rollout.exact`).
+"""Responses that the forward pass of the update draws, bit for bit (`rollout.exact`).
 
 The sampler decodes with a cache: its matrix products have other shapes than for packed rows, and
 round differently. So its responses only begin here. A forward pass over the rows and
@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jax_ppo.ppo.forward_passes import forward_part_exactly, join_sequences
-from jax_ppo.ppo.mini_batches import PackedRows, sample_lengths
+from jax_ppo.ppo.mini_batches import sample_lengths
 from jax_ppo.ppo.samples.on_policy import newest_weights, sample_batch
 from jax_ppo.ppo.samples.source import SampledBatch, SampleSource
 from jax_ppo.ppo.step_parts import StepObserver, StepParts
@@ -33,7 +33,7 @@ from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.sampling import advance_stop_search, finishes_responses, sample_keys
 from jax_ppo.training.random_streams import training_stream
 from jax_ppo.training.state import TrainState
-from jax_ppo.types import Rollout
+from jax_ppo.types import PackedRows, Rollout
 
 
 class ExactSource(SampleSource):
@@ -92,7 +92,7 @@ def _draw_again(
 ) -> tuple[Any, ...]:
     """Return the rollout with new log-probs, and what `replace_tokens` does of it."""
     layout = sharding.batch_rows(step.mesh, len(rollout.lengths))
-    sequences = join_sequences(rollout, step.step_options.sequence_length)
+    sequences = join_sequences(rollout, step.config.sequence_length)
     keys = _draw_keys(len(rollout.lengths), key, layout)
     options = dataclasses.replace(
         step.step_options.forward,
@@ -104,7 +104,7 @@ def _draw_again(
         shared_trunk=False,
         sampling=step.sampling,
     )
-    outputs = forward_part_exactly(options, step.nets, "policy", state, sequences, *packed, keys)
+    outputs = forward_part_exactly(options, step.nets, "policy", state, sequences, packed, keys)
     rollout = dataclasses.replace(rollout, logprobs=outputs.old_logprobs)
     return rollout, *_replace_tokens(step.sampling, rollout, outputs.drawn, key, layout)
 

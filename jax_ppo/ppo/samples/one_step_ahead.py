@@ -60,8 +60,8 @@ class OneStepAheadSource(SampleSource):
     ) -> SampledBatch | None:
         """Return the batch that a run had sampled ahead. See `SampleSource.read_tree`."""
         parts, batches, options = self._parts, self._batches, self._parts.sampling
-        position, n = batches.position, parts.step_options.rollout.n
-        samples = parts.step_options.prompts_per_step * n
+        position, n = batches.position, parts.config.rollout.n
+        samples = parts.config.data.train_batch_size * n
         has_turns = options.environment is not None
         optional = {
             "routed_experts": options.returns_routed_experts,

@@ -46,7 +46,7 @@ class SelectedSource(SampleSource):
     def take(self, state: TrainState, step: int, observer: StepObserver) -> SampledBatch:
         """Sample, score and select. See `SampleSource.take`."""
         parts, batches = self._parts, self._batches
-        filters = parts.step_options.experience.algorithm.filter_groups
+        filters = parts.config.algorithm.filter_groups
         selected: Selected | None = None
         draws: list[RuleRewards] = []
         # Of all draws: groups with equal rewards, tokens, and those that slots could sample.
@@ -134,7 +134,7 @@ def _select_responses(
     parts: StepParts, sampled: SampledBatch, rewards: RuleRewards, draw: int
 ) -> tuple[Selected, np.ndarray]:
     """Return the selected responses of a draw, and bool [G], which groups' rewards differ."""
-    options = parts.step_options
+    config = parts.config
     prompts = sampled.batch.indices
     # Arrays that have a row per sample; the prompts are placed again.
     left_out = ("prompts", "slot_steps")
@@ -145,7 +145,7 @@ def _select_responses(
         arrays["steps"] = rewards.steps
         scores = scores + placement.to_host(rewards.steps).sum(axis=1)
     figures = scores
-    if options.experience.algorithm.filter_groups.metric == "accuracy":
+    if config.algorithm.filter_groups.metric == "accuracy":
         figures = with_nan(placement.to_host(rewards.correct))
         if np.isnan(figures).all():
             raise UserError(
@@ -154,7 +154,7 @@ def _select_responses(
             )
     scores_Gxn = scores.reshape(len(prompts), -1)
     responses_Gxk = choose_responses(
-        scores_Gxn, options.responses_per_prompt, options.rollout.keep_by
+        scores_Gxn, config.responses_per_prompt, config.rollout.keep_by
     )
     figures_Gxk = np.take_along_axis(figures.reshape(scores_Gxn.shape), responses_Gxk, axis=1)
     rows = (responses_Gxk + np.arange(len(prompts))[:, None] * scores_Gxn.shape[1]).ravel()
@@ -203,7 +203,7 @@ def _as_batch(
     """Return the selected samples as a batch with its rewards."""
     arrays = dict(selected.arrays)
     batch = make_batch(parts.training, selected.prompts, len(selected.prompts))
-    responses = parts.step_options.responses_per_prompt
+    responses = parts.config.responses_per_prompt
     prompts = Prompts(
         tokens=np.repeat(batch.prompts.tokens, responses, axis=0),
         lengths=np.repeat(batch.prompts.lengths, responses),

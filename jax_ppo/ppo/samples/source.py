@@ -80,8 +80,7 @@ class SampleSource:
             if saved is None:
                 continue
             left = None
-            # Position 0: the data have changed, and the prompts are gone.
-            if name == self.tree_name and progress.position:
+            if name == self.tree_name:
                 left = self.read_tree(saved, checkpoints, progress.step)
             if left is None:
                 lines.append(_describe_skipped(name, saved))

@@ -137,7 +137,7 @@ class Step:
         self.mesh = tiny.make_mesh()
         self.nets = Networks(actor=Transformer(architecture, jnp.dtype(dtype)))
         self.state = tiny.make_state(self.config, self.mesh)
-        self.step_options = StepOptions.from_config(self.config)
+        self.step_options = StepOptions(self.config)
         self.sampling = SamplingOptions(tiny.T, 1.0, n=2, eos_ids=(1,), slots=6)
         self.packer = make_packer(self.config, self.mesh, has_critic=False)
         self.sample_keys = SampleKeys(0, self.mesh)

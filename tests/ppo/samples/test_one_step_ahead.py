@@ -68,9 +68,7 @@ def test_a_resumed_run_takes_the_batch_sampled_ahead_if_its_prompts_are_the_next
     config = tiny.config(**options | changed)
     batches = make_batches(config, first_token)
     parts = types.SimpleNamespace(
-        step_options=types.SimpleNamespace(
-            rollout=config.rollout, prompts_per_step=config.data.train_batch_size
-        ),
+        config=config,
         sampling=SamplingOptions(T, 1.0, environment=environment),
         mesh=tiny.make_mesh(1),
         training=batches.dataset,

@@ -14,7 +14,6 @@ from jax_ppo.config import loading
 from jax_ppo.errors import UserError
 from jax_ppo.ppo.samples import selected as selected_samples
 from jax_ppo.ppo.samples.selected import choose_groups, choose_responses, is_uniform
-from jax_ppo.ppo.step_parts import StepOptions
 from jax_ppo.reporting.files import read_samples
 from jax_ppo.run import ppo_training
 from jax_ppo.training.random_streams import sample_key, training_stream
@@ -241,9 +240,7 @@ def test_rewards_of_steps_count_in_the_choice():
     steps[1, 2], steps[5, 0], steps[5, 3] = 1.0, 0.25, 0.25
     zeros = jax.numpy.zeros(6)
     config = tiny.config(rollout__n=3, rollout__keep=1, rollout__keep_by="best")
-    algorithm = types.SimpleNamespace(
-        step_options=StepOptions.from_config(config), mesh=tiny.make_mesh()
-    )
+    algorithm = types.SimpleNamespace(config=config, mesh=tiny.make_mesh())
     sampled = types.SimpleNamespace(
         batch=types.SimpleNamespace(indices=np.array([7, 3])),
         rollout=types.SimpleNamespace(responses=jax.numpy.arange(6)[:, None]),
