@@ -227,6 +227,15 @@ def test_each_role_rounds_what_it_stores_in_bfloat16_by_separate_random_numbers(
     assert actor.rounding_stream != critic.rounding_stream
 
 
+def test_the_critic_averages_as_its_option_says_or_like_the_actor():
+    config = tiny.config(actor__loss_agg_mode="seq-mean-token-mean")
+    for setting, expected in ((None, "seq-mean-token-mean"), ("token-mean", "token-mean")):
+        critic = dataclasses.replace(config.critic, loss_agg_mode=setting)
+        changed = dataclasses.replace(config, critic=critic)
+        learner = tiny.critic_learner(changed, tiny.networks(config), None)
+        assert learner.objective.aggregation == expected
+
+
 def zero_head(state):
     """Return the state with a critic that predicts 0, as at the start of a run."""
     if "critic" not in state.models:
@@ -285,22 +294,30 @@ def test_equal_rewards_move_no_parameter_of_the_policy(reward, changes, shape):
 
 
 def test_critic_warmup_is_exactly_n_steps():
-    config = tiny.config(trainer__critic_warmup=3)
-    for step, actor_moves in ((0, False), (2, False), (3, True)):
+    """Of 10 steps, the actor's rate falls over the last 7 and the critic's over all."""
+    linear = {
+        f"{role}__optim__{name}": value
+        for role in ("actor", "critic")
+        for name, value in (("lr", 1.0), ("lr_schedule", "linear"), ("lr_warmup_steps", 0))
+    }
+    config = tiny.config(trainer__critic_warmup=3, **linear)
+    for step, rate in ((0, 0), (2, 0), (3, 1), (8, 2 / 7)):
         before, after, metrics = run_update(
             config,
             tiny.make_mesh(),
             ALL,
             4,
             prepare=lambda s, step=step: TrainState(**{**vars(s), "step": jnp.int32(step)}),
+            total_steps=10,
         )
         same = jax.tree.map(
             lambda a, b: bool((a == b).all()),
             (before.actor, before.optimizers["actor"]),
             jax.tree.map(np.asarray, (after.actor, after.optimizers["actor"])),
         )
-        assert all(jax.tree.leaves(same)) != actor_moves
-        assert (metrics["actor/lr"] > 0) == actor_moves
+        assert all(jax.tree.leaves(same)) == (rate == 0)
+        rates = [metrics["actor/lr"], metrics["critic/lr"]]
+        np.testing.assert_allclose(rates, [rate, 1 - step / 10], rtol=1e-6)
         assert not (
             before.critic["norm"]["scale"] == np.asarray(after.critic["norm"]["scale"])
         ).all()
