@@ -252,7 +252,10 @@ def _validate_value(name: str, value: Any, annotation: Any, facts: Facts) -> Any
     """Return the value in its proper type; raise `UserError` for a wrong type or range."""
     expected = strip_none(annotation)
     if facts.is_list:
-        value = _join_items(value)
+        # A list of texts, or the items of a text in brackets, are joined with commas.
+        items = parsing.split_items(value) if parsing.is_bracketed(value) else value
+        if isinstance(items, list | tuple) and all(isinstance(item, str) for item in items):
+            value = ",".join(items)
     if facts.is_json and isinstance(value, list | tuple):
         value = json.dumps(list(value))
     if value is None:
@@ -285,15 +288,6 @@ def _validate_value(name: str, value: Any, annotation: Any, facts: Facts) -> Any
         except ValueError as error:
             raise UserError(f"{name}={value!r}: {error}") from None
     _validate_range(name, value, facts)
-    return value
-
-
-def _join_items(value: Any) -> Any:
-    """Join a list of texts, or the items of a text in brackets, with commas."""
-    if isinstance(value, str) and parsing.is_bracketed(value):
-        value = parsing.split_items(value)
-    if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
-        return ",".join(value)
     return value
 
 

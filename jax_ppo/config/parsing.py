@@ -5,6 +5,7 @@ A function that refuses a text raises `ValueError`, which names the part and wha
 
 import datetime
 import json
+from typing import TypeGuard
 
 from jax_ppo.errors import did_you_mean
 
@@ -49,9 +50,9 @@ def parse_lora_targets(text: str) -> tuple[str, ...]:
     return tuple(name for name in LORA_TARGETS if name in names)
 
 
-def is_bracketed(text: str) -> bool:
-    """Return whether a text is written as a list or a tuple."""
-    return text[:1] + text[-1:] in ("[]", "()")
+def is_bracketed(value: object) -> TypeGuard[str]:
+    """Return whether a value is a text that is written as a list or a tuple."""
+    return isinstance(value, str) and value[:1] + value[-1:] in ("[]", "()")
 
 
 def split_items(text: str) -> list[str]:

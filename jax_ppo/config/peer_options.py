@@ -73,19 +73,23 @@ def read_framework(name: str) -> Framework:
     """Return the tables of one of `FRAMEWORKS`."""
     table: dict[str, Any] = {"defaults": {}, "programs": [], "data": []}
     table |= tomllib.loads((PEERS / f"{name}.toml").read_text(encoding="utf-8"))
+    programs = [
+        # The framework's defaults hold for all of its programs.
+        Program(
+            **program
+            | {
+                "options": _by_name(program.get("options", {})),
+                "defaults": {**table["defaults"], **program.get("defaults", {})},
+            }
+        )
+        for program in table["programs"]
+    ]
     return Framework(
         title=table["title"],
         options=_by_name(table["options"]),
-        programs=tuple(_read_program(x, table["defaults"]) for x in table["programs"]),
+        programs=tuple(programs),
         data=tuple(DataOptions(**group) for group in table["data"]),
     )
-
-
-def _read_program(table: dict[str, Any], defaults: dict[str, str]) -> Program:
-    """Return a program; `defaults` hold for all programs of the framework."""
-    options = _by_name(table.pop("options", {}))
-    own_defaults = table.pop("defaults", {})
-    return Program(**table, options=options, defaults={**defaults, **own_defaults})
 
 
 def _by_name(table: dict[str, list[str]]) -> AnswersByName:

@@ -76,7 +76,14 @@ def _import_plugin(module_name: str, setting: str) -> ModuleType:
     """Return the module or file; `setting` is "config.OPTION=VALUE", for error messages."""
     try:
         if module_name.endswith(".py"):
-            return _import_file(_existing_file(Path(module_name).expanduser(), setting))
+            path = Path(module_name).expanduser()
+            if not path.is_file():
+                known = [file.name for file in path.parent.glob("*.py")]
+                raise UserError(
+                    f"{setting}: there is no file {path} (looked from {Path.cwd()})."
+                    f"{did_you_mean(path.name, known)}"
+                )
+            return _import_file(path.resolve())
         return importlib.import_module(module_name)
     except UserError:
         raise
@@ -91,16 +98,6 @@ def _import_plugin(module_name: str, setting: str) -> ModuleType:
         raise UserError(
             f"{setting}: importing {module_name} failed: {type(error).__name__}: {error}{hint}"
         ) from error
-
-
-def _existing_file(path: Path, setting: str) -> Path:
-    if not path.is_file():
-        known = [file.name for file in path.parent.glob("*.py")]
-        raise UserError(
-            f"{setting}: there is no file {path} (looked from {Path.cwd()})."
-            f"{did_you_mean(path.name, known)}"
-        )
-    return path.resolve()
 
 
 @functools.cache

@@ -70,15 +70,12 @@ def print_options(command: str = "") -> None:
 
 def options_markdown() -> str:
     """Return the reference page of options, docs/options.md."""
-    return HEADER + "\n".join([*_sections(), *_entries()]) + "\n"
-
-
-def _entries() -> Iterator[str]:
-    """Yield a table of what some options can name, for each registry."""
+    lines = [*_sections()]
     for registry in REGISTRIES:
-        yield f"\n## {registry.title}\n"
-        yield f"The values of {' and '.join(f'`{name}`' for name in registry.options)}.\n"
-        yield registry.markdown()
+        lines.append(f"\n## {registry.title}\n")
+        lines.append(f"The values of {' and '.join(f'`{name}`' for name in registry.options)}.\n")
+        lines.append(registry.markdown())
+    return HEADER + "\n".join(lines) + "\n"
 
 
 def _sections() -> Iterator[str]:

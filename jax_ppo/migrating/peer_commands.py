@@ -52,7 +52,11 @@ def read_command(framework: str, text: str) -> PeerCommand:
     text = _read_script(framework, text.strip())
     try:
         joined = _ARITHMETIC.sub(lambda match: match[0].replace(" ", ""), text)
-        words = _split_words(joined.replace("\\\n", " "))
+        # As a shell splits, without comments; within a word # begins none: ${NAME##*/}.
+        text_of_words = _COMMENT_WITHIN.sub("\0", joined.replace("\\\n", " "))
+        lexer = shlex.shlex(text_of_words, posix=True, punctuation_chars=";")
+        lexer.whitespace_split = True
+        words = [word.replace("\0", "#") for word in lexer]
     except ValueError as error:
         raise UserError(f"the command cannot be read: {error}") from error
     start, found = _find_program_word(framework, words)
@@ -100,14 +104,6 @@ def answer_of(program: Program, framework: str, name: str) -> str | None:
 def is_known(program: Program, framework: str, name: str) -> bool:
     """Return whether the framework's tables or our schema have an option of this name."""
     return name in options_by_name() or answer_of(program, framework, name) is not None
-
-
-def _split_words(text: str) -> list[str]:
-    """Split text as a shell does, without comments; a semicolon is a word."""
-    # Within a word # begins no comment: ${NAME##*/}.
-    lexer = shlex.shlex(_COMMENT_WITHIN.sub("\0", text), posix=True, punctuation_chars=";")
-    lexer.whitespace_split = True
-    return [word.replace("\0", "#") for word in lexer]
 
 
 def _read_script(framework: str, text: str) -> str:
