@@ -1,10 +1,14 @@
-"""Parse text-valued options: projections, loggers, dates and lists of strings.
+"""Parse text-valued options: projections, loggers, dates, strings and reward terms.
 
 A function that refuses a text raises `ValueError`, which names the part and what is wrong with it.
 """
 
+import contextlib
+import dataclasses
 import datetime
 import json
+import math
+import re
 from typing import TypeGuard
 
 from jax_ppo.errors import did_you_mean
@@ -17,6 +21,9 @@ LORA_TARGETS = (
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),  # of latent attention
 )
 LOGGERS = ("console", "tensorboard", "wandb", "mlflow")
+# Commas within square brackets belong to an argument.
+_COMMA = re.compile(r",(?![^\[\]]*\])")
+_TERM = re.compile(r"(?P<rule>[^\[\]]+?)(?:\[(?P<argument>[^\[\]]*)\])?:(?P<weight>[^:\[\]]+)")
 
 
 def parse_date(text: str) -> datetime.date | None:
@@ -81,3 +88,42 @@ def parse_strings(text: str) -> tuple[str, ...]:
         if not isinstance(item, str) or not item:
             raise ValueError(f"{item!r} in {text!r} is empty or not text")
     return tuple(items)
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """One summand of a reward."""
+
+    rule: str  # name of a rule, `auto`, `model`, or `module:function`
+    argument: str  # the text in brackets after the name; "" without brackets
+    weight: float  # finite
+
+    @property
+    def metric(self) -> str:
+        """Return the term's name among the metrics: the rule, or the name of the function."""
+        return f"{self.rule.rpartition(':')[2]}_term"
+
+
+def parse_terms(text: str) -> tuple[Term, ...]:
+    """Return the terms of `reward.terms`, such as "gsm8k:1.0,format[think,answer]:0.2".
+
+    Raises:
+      ValueError: a term is not RULE:WEIGHT or RULE[ARGUMENT]:WEIGHT, or two have the same name.
+    """
+    terms: list[Term] = []
+    for part in filter(None, map(str.strip, _COMMA.split(text))):
+        match = _TERM.fullmatch(part)
+        weight = math.nan
+        if match:
+            with contextlib.suppress(ValueError):
+                weight = float(match["weight"])
+        if match is None or not math.isfinite(weight):
+            raise ValueError(
+                f"{part!r} is not RULE:WEIGHT, as in gsm8k:1.0, format[think,answer]:0.2, "
+                "model:0.5 or my.py:score:0.1"
+            )
+        term = Term(rule=match["rule"], argument=match["argument"] or "", weight=weight)
+        if term.metric in {other.metric for other in terms}:
+            raise ValueError(f"{term.metric[:-5]!r} occurs twice")
+        terms.append(term)
+    return tuple(terms)

@@ -40,7 +40,7 @@ from jax_ppo.config.option_rules import (
     must_be_set,
     option_is,
 )
-from jax_ppo.config.parsing import parse_date, parse_loggers
+from jax_ppo.config.parsing import Term, parse_date, parse_loggers, parse_terms
 from jax_ppo.config.rollout_options import RolloutOptions
 from jax_ppo.config.training_options import (
     Actor,
@@ -127,7 +127,8 @@ class Reward:
         "sum of rewards as NAME:WEIGHT pairs: built-in rules (gsm8k, gsm8k[flexible], math, "
         "math_dapo, multiple_choice, exact, search_qa, regex, json_schema, arithmetic, sums, "
         "stories, format[think,answer], length[5:200]), `auto` (the rule of each row's "
-        "data_source), `model` (the reward model), `judge` (reward.url), or file.py:function")
+        "data_source), `model` (the reward model), `judge` (reward.url), or file.py:function",
+        parse=parse_terms)
     url: str = option("",
         "address of a server that scores responses: it gets prompt, response, ground_truth and "
         "data_source as JSON, or a chat completion if url_model is set, and JAX_PPO_REWARD_KEY as "
@@ -214,6 +215,12 @@ class Reward:
         at_least=0)
     length_penalty: float = option(0.0, "subtracted from the score for each token of the response",
         at_least=0)
+
+
+    @functools.cached_property
+    def parsed_terms(self) -> tuple[Term, ...]:
+        """Return the summands that `terms` names."""
+        return parse_terms(self.terms)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jax_ppo.config import plugins
+from jax_ppo.config.parsing import Term
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.rewards.custom import (
@@ -20,7 +21,7 @@ from jax_ppo.rewards.custom import (
     wrap_batch_function,
 )
 from jax_ppo.rewards.judge import Judge
-from jax_ppo.rewards.row_rules import AUTO, JUDGE, MODEL, Term, parse_terms, rules_of_source
+from jax_ppo.rewards.row_rules import AUTO, JUDGE, MODEL, rules_of_source
 from jax_ppo.rewards.rule_table import RULES, SOURCES, rule_of_source
 from jax_ppo.rewards.samples import RewardFunction, RewardResult, RewardRow
 
@@ -75,9 +76,7 @@ def _load_function(function: str, option: str) -> RewardFunction | BatchFunction
 def _add_terms(options: Reward, judge: Judge | None) -> RewardFunction:
     """Return the sum of the terms; each term's score is reported by its name."""
     functions = [
-        (term, _resolve_term(term, judge))
-        for term in parse_terms(options.terms)
-        if term.rule != MODEL
+        (term, _resolve_term(term, judge)) for term in options.parsed_terms if term.rule != MODEL
     ]
 
     def score(row: RewardRow, response: str) -> RewardResult:
@@ -151,7 +150,7 @@ def model_weight(options: Reward) -> float:
             f"config.reward.function={options.function!r}: config.reward.terms is set; add "
             f"{options.function}:1.0 to it"
         )
-    weights = {term.rule: term.weight for term in parse_terms(options.terms)}
+    weights = {term.rule: term.weight for term in options.parsed_terms}
     for rule, option in ((MODEL, "model_path"), (JUDGE, "url")):
         if (rule in weights) != bool(getattr(options, option)):
             raise UserError(
@@ -164,7 +163,7 @@ def model_weight(options: Reward) -> float:
 def has_rules(options: Reward) -> bool:
     """Return whether rules score the responses, alone or together with a reward model."""
     if options.terms:
-        return any(term.rule != MODEL for term in parse_terms(options.terms))
+        return any(term.rule != MODEL for term in options.parsed_terms)
     return bool(options.function or options.url) or not options.model_path
 
 
@@ -178,7 +177,7 @@ def needs_workers(examples: Sequence["Example"], options: Reward) -> bool:
     """Return whether scores come from a user's function or from a rule without a time bound."""
     if options.function or options.url:
         return True
-    terms = parse_terms(options.terms)
+    terms = options.parsed_terms
     if any(":" in term.rule for term in terms):
         return True
     sources = {example.data_source for example in examples}

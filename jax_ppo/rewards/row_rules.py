@@ -3,15 +3,14 @@
 Before a run, what prevents them: a missing rule or package, a ground truth of another form.
 """
 
-import contextlib
-import dataclasses
 import difflib
 import importlib.util
-import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from jax_ppo.config.parsing import Term
+from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError
 from jax_ppo.rewards.rule_table import RULES, SOURCES, Rule, rule_of_source
 
@@ -21,52 +20,11 @@ if TYPE_CHECKING:  # `jax_ppo.types` imports jax, which reward workers do not lo
 AUTO = "auto"  # the term of each row's own rule
 MODEL = "model"  # the term of the reward model
 JUDGE = "judge"  # the term of the server of `reward.url`
+DEFAULTS = Reward()
 
-# Commas within square brackets belong to an argument.
-_COMMA = re.compile(r",(?![^\[\]]*\])")
-_TERM = re.compile(r"(?P<rule>[^\[\]]+?)(?:\[(?P<argument>[^\[\]]*)\])?:(?P<weight>[^:\[\]]+)")
 # As in Search-R1's data; columns of an answer in other public data.
 _SEARCH_TASKS = "nq triviaqa popqa hotpotqa 2wikimultihopqa musique bamboogle".split()
 _REFERENCE = re.compile(r"(?i:labels?|targets?|gold\w*|gt|truth|\w*(answer|reference)\w*)")
-
-
-@dataclasses.dataclass(frozen=True)
-class Term:
-    """One summand of a reward."""
-
-    rule: str  # name of a rule, `auto`, `model`, or `module:function`
-    argument: str  # the text in brackets after the name; "" without brackets
-    weight: float  # finite
-
-    @property
-    def metric(self) -> str:
-        """Return the term's name among the metrics: the rule, or the name of the function."""
-        return f"{self.rule.rpartition(':')[2]}_term"
-
-
-def parse_terms(text: str) -> tuple[Term, ...]:
-    """Return the terms of `reward.terms`, such as "gsm8k:1.0,format[think,answer]:0.2".
-
-    Raises:
-      UserError: a term is not RULE:WEIGHT or RULE[ARGUMENT]:WEIGHT, or two have the same name.
-    """
-    terms: list[Term] = []
-    for part in filter(None, map(str.strip, _COMMA.split(text))):
-        match = _TERM.fullmatch(part)
-        weight = math.nan
-        if match:
-            with contextlib.suppress(ValueError):
-                weight = float(match["weight"])
-        if match is None or not math.isfinite(weight):
-            raise UserError(
-                f"config.reward.terms={text!r}: {part!r} is not RULE:WEIGHT, as in gsm8k:1.0, "
-                "format[think,answer]:0.2, model:0.5 or my.py:score:0.1"
-            )
-        term = Term(rule=match["rule"], argument=match["argument"] or "", weight=weight)
-        if term.metric in {other.metric for other in terms}:
-            raise UserError(f"config.reward.terms={text!r}: {term.metric[:-5]!r} occurs twice")
-        terms.append(term)
-    return tuple(terms)
 
 
 def rules_of_source(source: str, terms: tuple[Term, ...]) -> Iterator[tuple[str, Rule | None]]:
@@ -79,30 +37,25 @@ def rules_of_source(source: str, terms: tuple[Term, ...]) -> Iterator[tuple[str,
             yield name, RULES.get(name)
 
 
-def validate_data_sources(
-    examples: Sequence["Example"], function: str = "", terms: str = ""
-) -> None:
+def validate_data_sources(examples: Sequence["Example"], options: Reward = DEFAULTS) -> None:
     """Raise `UserError` for the first example that `find_obstacles` cannot have scored."""
-    if obstacle := next(find_obstacles(examples, function, terms), ""):
+    if obstacle := next(find_obstacles(examples, options), ""):
         raise UserError(obstacle)
 
 
-def find_obstacles(
-    examples: Sequence["Example"], function: str = "", terms: str = ""
-) -> Iterator[str]:
+def find_obstacles(examples: Sequence["Example"], options: Reward = DEFAULTS) -> Iterator[str]:
     """Yield one line for each reason why the reward function cannot score an example.
 
-    `function` and `terms` are `config.reward`'s. A user-defined function accepts everything.
-    Otherwise each data_source must have a built-in rule, unless terms name the rules, and the
-    ground truth must have the form that the rule requires.
+    A user-defined function accepts everything. Otherwise each data_source must have a built-in
+    rule, unless terms name the rules, and the ground truth must have the form that the rule
+    requires.
     """
-    if function:
+    if options.function:
         return
-    parsed_terms = parse_terms(terms)
     for row, example in enumerate(examples, 1):
         location = example.describe_location(row)
         source = example.data_source
-        for name, rule in rules_of_source(source, parsed_terms):
+        for name, rule in rules_of_source(source, options.parsed_terms):
             if rule is None:
                 yield f"{location}: {_describe_missing_rule(source)}"
             elif obstacle := rule.find_obstacle(example.ground_truth):
@@ -117,13 +70,12 @@ def find_obstacles(
                 )
 
 
-def find_missing_package(examples: Sequence["Example"], function: str = "", terms: str = "") -> str:
+def find_missing_package(examples: Sequence["Example"], options: Reward = DEFAULTS) -> str:
     """Return which package the rules of the examples need that is not installed; "" if none."""
-    if function:
+    if options.function:
         return ""
-    parsed_terms = parse_terms(terms)
     for source in dict.fromkeys(example.data_source for example in examples):
-        for name, rule in rules_of_source(source, parsed_terms):
+        for name, rule in rules_of_source(source, options.parsed_terms):
             if rule is not None and rule.module and importlib.util.find_spec(rule.module) is None:
                 package = rule.module.replace("_", "-")
                 return (

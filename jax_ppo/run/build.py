@@ -241,8 +241,8 @@ def _resolve_rule(options: Reward, examples: list[Example]) -> RunRule:
         validate_columns(rule, examples, f"config.reward.function={options.function!r}")
     # A judge that is the whole reward scores rows of any source.
     if judge is None or options.terms:
-        row_rules.validate_data_sources(examples, options.function, options.terms)
-        if missing := row_rules.find_missing_package(examples, options.function, options.terms):
+        row_rules.validate_data_sources(examples, options)
+        if missing := row_rules.find_missing_package(examples, options):
             raise UserError(missing)
     workers = count_workers(options, reward_functions.needs_workers(examples, options))
     if not workers:

@@ -225,8 +225,8 @@ def _find_obstacles(examples: Sequence[Example], options: Reward) -> list[str]:
     """Return some of the rows that no rule can score."""
     if reward_functions.scores_any_row(options):
         return []
-    obstacles = list(row_rules.find_obstacles(examples, options.function, options.terms))
-    missing = row_rules.find_missing_package(examples, options.function, options.terms)
+    obstacles = list(row_rules.find_obstacles(examples, options))
+    missing = row_rules.find_missing_package(examples, options)
     problems = [missing] * bool(missing) + obstacles[:_MAX_SHOWN]
     if len(obstacles) > _MAX_SHOWN:
         problems.append(f"{len(obstacles)} examples in all cannot be scored")

@@ -9,7 +9,7 @@ from jax_ppo.data.messages import join_contents
 from jax_ppo.rewards import reward_functions
 from jax_ppo.rewards.batch import describe_misses, score_batch, scored_misses
 from jax_ppo.rewards.custom import BatchFunction, validate_columns
-from jax_ppo.rewards.row_rules import AUTO, JUDGE, parse_terms, rules_of_source
+from jax_ppo.rewards.row_rules import AUTO, JUDGE, rules_of_source
 from jax_ppo.rewards.rule_table import RULES
 from jax_ppo.rewards.samples import RewardFunction
 from jax_ppo.rewards.worker_pool import RewardWorkers, count_workers
@@ -38,7 +38,7 @@ def try_rule(
     most `most_in_workers` responses; user-defined functions are called with `calls_functions`
     alone.
     """
-    terms = parse_terms(options.terms)
+    terms = options.parsed_terms
     functions = options.function or any(":" in term.rule for term in terms)
     if not reward_functions.has_rules(options):
         return Trial(not_run="a reward model is the whole reward")
@@ -85,7 +85,7 @@ def count_perfect_answers(
     """
     if options.function or (options.url and not options.terms):
         return 0, 0, (options.function or JUDGE,)
-    terms = parse_terms(options.terms)
+    terms = options.parsed_terms
     tried = right = 0
     without = dict.fromkeys(term.rule for term in terms if term.rule not in (*RULES, AUTO))
     for example in examples:
@@ -106,7 +106,7 @@ def find_other_forms(examples: Sequence[Example], options: Reward) -> str:
     """
     if options.function or options.url:
         return ""
-    terms = parse_terms(options.terms)
+    terms = options.parsed_terms
     reads_any = any(term.argument == "flexible" for term in terms)
     forms = {marker for rule in RULES.values() for marker in rule.markers}
     found: dict[tuple[str, str], int] = {}

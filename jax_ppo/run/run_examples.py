@@ -237,7 +237,7 @@ def read_given_responses(config: Config, workdir: Path) -> tuple[GivenResponses,
         """Return why no rule can score an example; "" if one can."""
         if scores_any:
             return ""
-        obstacles = row_rules.find_obstacles([example], config.reward.function, config.reward.terms)
+        obstacles = row_rules.find_obstacles([example], config.reward)
         return next(obstacles, "").removeprefix(f"{example.describe_location(1)}: ")
 
     reader = ResponseReader(

@@ -263,7 +263,7 @@ TRUTHS = st.one_of(
 def test_a_perfect_answer_to_an_accepted_ground_truth_is_right(name, truth, other):
     """Also in <answer> tags after thinking about another answer, and as one of two alternatives."""
     rule = RULES[name]
-    if next(find_obstacles([Example("q", "any", truth)], terms=f"{name}:1"), None):
+    if next(find_obstacles([Example("q", "any", truth)], Reward(terms=f"{name}:1")), None):
         return
     function = rule.bind("")
     perfect = rule.perfect(truth)

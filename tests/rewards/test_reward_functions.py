@@ -360,7 +360,7 @@ def test_a_wrong_function_is_explained_before_the_run(module, tmp_path, function
 
 def test_check_sources():
     validate_data_sources([GSM8K, SUM, STORY])
-    validate_data_sources([Example("q", "anything", "x")], "mine:echo")
+    validate_data_sources([Example("q", "anything", "x")], Reward(function="mine:echo"))
     with pytest.raises(UserError) as error:
         validate_data_sources([SUM, Example("q", "openai/gsm8")])
     for words in (

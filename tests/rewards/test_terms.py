@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jax_ppo.config.parsing import Term, parse_terms
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError
 from jax_ppo.rewards import math_rules, reward_functions, row_rules, text_rules
-from jax_ppo.rewards.row_rules import Term, parse_terms
 from jax_ppo.rewards.samples import RewardRow
 from jax_ppo.rewards.worker_pool import RewardWorkers
 from jax_ppo.thoughts import MARKS
@@ -59,7 +59,7 @@ def test_terms_are_parsed():
     ],
 )
 def test_wrong_terms_are_named(terms, message):
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(ValueError, match=message):
         resolve(terms)
 
 
@@ -128,7 +128,7 @@ def test_a_model_may_be_one_term_or_the_only_one():
 )
 def test_ground_truths_that_a_rule_cannot_use_are_refused(terms, source, ground_truth, message):
     with pytest.raises(UserError, match=message):
-        row_rules.validate_data_sources([Example("q", source, ground_truth)], terms=terms)
+        row_rules.validate_data_sources([Example("q", source, ground_truth)], Reward(terms=terms))
 
 
 def test_a_package_that_a_rule_needs_is_named_before_a_run(monkeypatch):
@@ -139,10 +139,10 @@ def test_a_package_that_a_rule_needs_is_named_before_a_run(monkeypatch):
         "pip install 'jax_ppo[math]'"
     )
     assert "the rule 'json_schema' needs the package jsonschema" in (
-        row_rules.find_missing_package(examples, terms="json_schema:1")
+        row_rules.find_missing_package(examples, Reward(terms="json_schema:1"))
     )
-    assert not row_rules.find_missing_package(examples, terms="exact:1,my.py:f:1")
-    assert not row_rules.find_missing_package(examples, "my.py:f")
+    assert not row_rules.find_missing_package(examples, Reward(terms="exact:1,my.py:f:1"))
+    assert not row_rules.find_missing_package(examples, Reward(function="my.py:f"))
 
 
 def test_rules_that_may_take_any_time_run_in_workers():
