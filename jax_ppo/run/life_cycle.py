@@ -190,7 +190,6 @@ class StepLoop:
 
     def __post_init__(self) -> None:
         self.completed_steps = self.progress.step
-        self._stop_request = StopRequest()
 
     def take_steps(self) -> tuple[Any, bool]:
         """Take the remaining steps of the run.
@@ -203,8 +202,10 @@ class StepLoop:
             state = self.training.take_step(state, step, self.journal)
             self.completed_steps = step + 1
             quality = self._evaluate_if_due(state)
-            self._save_if_due(state, quality)  # also if the run is to stop
-            if self._stop_request.should_stop(step + 1):
+            stops = should_stop()
+            if stops or is_due(step + 1, self.training.total_steps, self.options.save_freq):
+                self._save(state, quality)
+            if stops:
                 self.checkpoints.wait()
                 return state, True
         return state, False
@@ -240,26 +241,19 @@ class StepLoop:
         if not (self.training.can_evaluate and due):
             return None
         self.journal.write_pending_report()  # the evaluation is not part of the step's time
-        interrupt = functools.partial(self._stop_request.interrupt_evaluation, step)
         try:
-            return self.training.evaluate(state, step, self.journal, interrupt)
+            return self.training.evaluate(state, step, self.journal, interrupt_evaluation)
         except EvaluationInterrupted:
             self.progress.evaluation_pending = True
             return None
         except EvaluationFailed:
             self.progress.evaluation_pending = True
-            self._save_if_due(state, None, is_last=True)
+            self._save(state, None)
             self.checkpoints.wait()
             raise
 
-    def _save_if_due(self, state: Any, quality: Quality | None, is_last: bool = False) -> None:
-        """Save after a step if a checkpoint is due, the run is to stop, or the step `is_last`."""
-        step, options = self.completed_steps, self.options
-        saves = is_last or is_due(step, self.training.total_steps, options.save_freq)
-        # A preempted run saves even if no checkpoint is due.
-        saves = saves or self._stop_request.should_stop(step)
-        if not saves:
-            return
+    def _save(self, state: Any, quality: Quality | None) -> None:
+        """Save after a step."""
         self.journal.write_pending_report()
         with self.journal.phase("checkpoint"):
             meta = {
@@ -269,7 +263,7 @@ class StepLoop:
                 "config": self.all_options,
             }
             trees = self.training.checkpoint_trees(state)
-            self.checkpoints.save(step, trees, meta, quality)
+            self.checkpoints.save(self.completed_steps, trees, meta, quality)
         # Exclude the checkpoint from the next step's time.
         self.journal.restart_clock()
 
@@ -318,40 +312,20 @@ class EvaluationInterrupted(Exception):
     """A signal asked the run to end between two batches of an evaluation."""
 
 
-class StopRequest:
-    """Whether SIGTERM or Ctrl-C asked a run to save and end.
+def should_stop() -> bool:
+    """Return whether SIGTERM or Ctrl-C asked the run to save and end, in any process.
 
-    Every process of the run creates one and calls its methods in the same order.
+    All processes must call it equally often, and get the same answer, which stays `True`. Before
+    the first call, a signal ends the run without saving.
     """
+    signals.defer_signals()
+    received = signals.received_signal()
+    if jax.process_count() > 1 and (received := distributed.agree_on_signal(received)):
+        signals.record_signal(received)
+    return received is not None
 
-    def __init__(self) -> None:
-        self._asked_step: int | None = None
-        self._should_stop = False
 
-    def should_stop(self, step: int) -> bool:
-        """Return whether the run is to save and end after a step.
-
-        Call it after every step; before the first call, a signal ends the run without saving. All
-        processes get the same answer, which stays the same for a step unless `interrupt_evaluation`
-        asks again.
-        """
-        if step != self._asked_step:
-            self._asked_step = step
-            signals.defer_signals()
-            received = signals.received_signal()
-            if jax.process_count() > 1 and (received := distributed.agree_on_signal(received)):
-                signals.record_signal(received)
-            self._should_stop = received is not None
-        return self._should_stop
-
-    def interrupt_evaluation(self, step: int) -> None:
-        """Raise if the run is to end; call it between the batches of the evaluation after a step.
-
-        All processes must call it equally often. `should_stop` afterwards repeats its answer.
-
-        Raises:
-          EvaluationInterrupted: SIGTERM or Ctrl-C asked the run to save and end.
-        """
-        self._asked_step = None  # a signal may have come since the last question
-        if self.should_stop(step):
-            raise EvaluationInterrupted
+def interrupt_evaluation() -> None:
+    """Raise `EvaluationInterrupted` if the run is to end: called between batches."""
+    if should_stop():
+        raise EvaluationInterrupted

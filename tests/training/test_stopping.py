@@ -16,7 +16,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_ppo.config.schema import Trainer
-from jax_ppo.run.life_cycle import EvaluationFailed, EvaluationInterrupted, StepLoop, StopRequest
+from jax_ppo.run.life_cycle import (
+    EvaluationFailed,
+    EvaluationInterrupted,
+    StepLoop,
+    interrupt_evaluation,
+    should_stop,
+)
 from jax_ppo.runtime import signals
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.progress import Progress
@@ -27,14 +33,12 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 def test_a_signal_asks_for_an_end_at_the_next_step(tmp_path):
     with signals.handle_stop_signals(ends_process=False), Checkpointer(tmp_path) as checkpoints:
-        request = StopRequest()
-        assert not request.should_stop(1)
+        assert not should_stop()
+        interrupt_evaluation()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert not request.should_stop(1)  # the answer for a step does not change
-        # Unless its evaluation asks, which may take long.
         with pytest.raises(EvaluationInterrupted):
-            request.interrupt_evaluation(1)
-        assert request.should_stop(1) and request.should_stop(2) and request.should_stop(2)
+            interrupt_evaluation()
+        assert should_stop() and should_stop()
         checkpoints.save(2, {"actor": {"w": jnp.ones(2)}}, {})
         checkpoints.wait()
         lines = []
@@ -49,7 +53,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jax_ppo.config import schema
 from jax_ppo.runtime import distributed, faults, signals
 from jax_ppo.training.checkpoint import Checkpointer
-from jax_ppo.run.life_cycle import StopRequest
+from jax_ppo.run.life_cycle import should_stop
 
 def main():
     with signals.handle_stop_signals(ends_process=True):
@@ -60,7 +64,6 @@ def train():
     mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(AxisType.Auto,))
     step_fn = jax.jit(lambda w: w + 1, out_shardings=NamedSharding(mesh, P("fsdp")))
     weights = step_fn(jnp.zeros((8, 4)))
-    request = StopRequest()
     with Checkpointer(sys.argv[1]) as checkpoints:
         if len(sys.argv) > 2:
             print(0, flush=True)
@@ -69,7 +72,7 @@ def train():
             weights = step_fn(weights)
             weights.block_until_ready()
             print(step, flush=True)
-            if request.should_stop(step):
+            if should_stop():
                 checkpoints.save(step, {"actor": {"w": weights}}, {"step": step})
                 return
             time.sleep(0.01)
