@@ -1,7 +1,6 @@
 """Reports of a PPO run: metrics of each step, warnings, evaluations and summary."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -96,38 +95,41 @@ class Reporter(journal.Journal):
         """Keep the metrics of a step until they can be fetched without waiting.
 
         `on_mesh` has scalars on the mesh by name, `on_host` further metrics; `flops` is for
-        `perf/mfu`. Some samples are written if that is due.
+        `perf/mfu`. Some samples are written if that is due: the first step's are.
         """
-        # The rule may report a figure of that name, too.
-        rule_metrics = {**rule_rewards.extra, "reward/rule_failures": rule_rewards.failures}
-        if not self._logs_samples(step):
-            samples = None
-        on_host = {**rule_metrics, **(on_host or {})}
-        misses = rule_rewards.misses
-        self.write_later(
-            functools.partial(self._write_pending, step, on_mesh, on_host, flops, samples, misses)
-        )
-
-    def _logs_samples(self, step: int) -> bool:
-        """Return whether samples of a step, numbered from 0, are written: the first one's are."""
-        trainer = self._run.config.trainer
+        completed_steps, trainer = step + 1, self._run.config.trainer
         frequency = trainer.log_rollouts and trainer.log_rollouts_freq
-        return bool(frequency) and (step == 0 or (step + 1) % frequency == 0)
+        if not frequency or (step and completed_steps % frequency):
+            samples = None
+        # The rule may report a figure of that name, too.
+        figures = {**rule_rewards.extra, "reward/rule_failures": rule_rewards.failures}
+        figures |= on_host or {}
+        misses = rule_rewards.misses
 
-    def _write_pending(
+        def write() -> None:
+            # Fetching waits for the update, so this is the time that the host lost to it.
+            with self.phase("update"):
+                fetched = jax.device_get(on_mesh)
+            metrics = {name: float(with_nan(value)) for name, value in fetched.items()}
+            written = self._write_metrics(completed_steps, metrics, figures, flops)
+            for kind, message in self._diagnosis.observe(written, misses).items():
+                self.warn(f"step {completed_steps}, {kind}: {message}", kind)
+            if samples is not None:
+                address = {"seed": self._run.config.seed, "stream": "training", "step": step}
+                count, tokenizer = trainer.log_rollouts, self._run.tokenizer
+                records = describe_step(samples, count, tokenizer, address)
+                self.write_samples("training", completed_steps, records)
+
+        self.write_later(write)
+
+    def _write_metrics(
         self,
-        step: int,
-        on_mesh: dict[str, jax.Array],
-        on_host: dict[str, float],
+        completed_steps: int,
+        metrics: dict[str, float],
+        on_host: Mapping[str, float],
         flops: float | None,
-        samples: StepResult | None,
-        misses: tuple[str, ...],
-    ) -> None:
-        """Fetch and write the metrics of a step."""
-        # Fetching waits for the update, so this is the time that the host lost to it.
-        with self.phase("update"):
-            fetched = jax.device_get(on_mesh)
-        metrics = {name: float(with_nan(value)) for name, value in fetched.items()}
+    ) -> dict[str, float]:
+        """Write the metrics of a step that have a value, and return them; see `write_step`."""
         # Totals over the roles that are trained; a shared trunk has no `critic/skipped`.
         for name in ("loss", "skipped"):
             actor_share = metrics.get(f"actor/{name}", 0.0)
@@ -143,22 +145,13 @@ class Reporter(journal.Journal):
         for name in without_value:
             if np.isnan(metrics[name]):
                 del metrics[name]
-        completed_steps = step + 1
-        config = self._run.config
-        written = self.write_step(
+        return self.write_step(
             completed_steps,
             metrics,
-            tokens=metrics["response_length/mean"] * config.samples_per_step,
+            tokens=metrics["response_length/mean"] * self._run.config.samples_per_step,
             skipped=bool(metrics["update/skipped"]),
             flops=flops,
         )
-        for kind, message in self._diagnosis.observe(written, misses).items():
-            self.warn(f"step {completed_steps}, {kind}: {message}", kind)
-        if samples is not None:
-            address = {"seed": config.seed, "stream": "training", "step": step}
-            count = config.trainer.log_rollouts
-            records = describe_step(samples, count, self._run.tokenizer, address)
-            self.write_samples("training", completed_steps, records)
 
     def report_evaluation(
         self, completed_steps: int, evaluation: Evaluation, subject: str = ""

@@ -271,12 +271,17 @@ def test_the_actor_is_exported_in_the_type_of_the_option(dtype, code, tmp_path):
     [(3, 10, 0, True), (3, 10, 9, True), (3, 10, 8, False), (0, 10, 0, False), (3, 0, 0, False)],
 )
 def test_samples_are_written_of_the_first_step_and_every_nth(
-    count, frequency, step, is_logged, tmp_path
+    count, frequency, step, is_logged, tmp_path, monkeypatch
 ):
+    monkeypatch.setattr(reporter, "describe_step", lambda *_: [])
     config = tiny.config(trainer__log_rollouts=count, trainer__log_rollouts_freq=frequency)
-    run = types.SimpleNamespace(config=config, total_steps=20)
+    run = types.SimpleNamespace(config=config, total_steps=20, tokenizer=None)
+    rewarded = types.SimpleNamespace(failures=0, extra={}, misses=())
     with reporter.Reporter(run, tmp_path, Progress(), Compilations()) as writer:
-        assert writer._logs_samples(step) is is_logged
+        writer.report_later(step, jax.tree.map(np.float32, HEALTHY), rewarded, samples=object())
+        writer.write_pending_report()
+    file = tmp_path / files.SAMPLES_FOLDER / f"training_{step + 1:06d}.jsonl"
+    assert file.exists() is is_logged
 
 
 def test_only_the_main_process_reads_logged_samples(tmp_path, monkeypatch):
