@@ -21,7 +21,7 @@ def count_step_flops(
     """Return the FLOPs of all programs of a step, see `count_program_flops`."""
     flops = count_program_flops(options, nets, prompt_lengths, lengths)
     # During the critic's warm-up the actor's parameters stay.
-    if not options.forward.shared_trunk and step < options.update.warmup_steps:
+    if not options.forward.shared_trunk and step < options.update.critic_warmup:
         flops.pop("update_actor", None)
     return sum(flops.values())
 

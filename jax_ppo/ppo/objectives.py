@@ -27,8 +27,8 @@ from jax_ppo.training.optimizer import rounding_seed
 from jax_ppo.training.packing import Rows
 from jax_ppo.types import Experience, MiniBatches, Params, Sequences, pytree
 
-# The metrics of the losses, and how each is reduced. Those of the critic come with the loss of the
-# actor if the two share a trunk.
+# How each metric of the losses is reduced. If actor and critic share a trunk, the actor's objective
+# also returns the critic's metrics.
 METRICS: Mapping[str, Metric] = {
     "actor/loss": Metric.MEAN,
     "actor/pg_loss": Metric.MEAN,
@@ -39,7 +39,7 @@ METRICS: Mapping[str, Metric] = {
     "actor/ratio_min": Metric.MIN,
     "actor/ratio_max": Metric.MAX,
     "actor/log_ratio_max": Metric.MAX,
-    # Near 0 if the old log-probs are right; exactly 0 if those being differentiated replace them.
+    # Near 0 if the old log-probs are right; exactly 0 with `UpdateOptions.is_on_policy`.
     "actor/first_log_ratio": Metric.FIRST_MAX,
     "actor/clip_fraction": Metric.MEAN,
     "actor/dual_clip_fraction": Metric.MEAN,
@@ -50,7 +50,7 @@ METRICS: Mapping[str, Metric] = {
     "critic/clip_fraction": Metric.MEAN,
     "critic/router_loss": Metric.MEAN,
 }
-# Names after `actor/` that the learner and the update use besides.
+# Names, after `actor/`, of further metrics that the learner and the update add.
 OTHER_ACTOR_METRICS = ("grad_norm", "skipped", "steps_taken", "lr")
 
 
@@ -61,12 +61,12 @@ class UpdateOptions:
     actor: Actor
     critic: Critic
     temperature: float  # divides the logits, as in sampling
-    teacher_coef: float  # of the KL to the teacher over the vocabulary; 0 without one
-    # Whether the log-probs being differentiated are also the old ones: the rollout gets one
-    # optimizer step, and its log-probs were not computed again.
+    teacher_coef: float  # weight of KL(actor || teacher) over the vocabulary; 0: no teacher
+    # Whether the update's log-probs, without their gradient, serve as the old ones: the rollout
+    # gets one optimizer step, and no forward pass has computed the old ones.
     is_on_policy: bool
-    shares_trunk: bool  # whether the value loss is added, from a head on the actor's trunk
-    warmup_steps: int  # first steps of the run, in which only the critic learns
+    shares_trunk: bool  # whether the critic is a head on the actor's trunk, whose loss is added
+    critic_warmup: int  # first steps of the run, in which only the critic learns
     loss_scale: float  # tokens, the divisor of "seq-mean-token-sum-norm" of both roles
     rounding_seed: int  # the run's seed if either role rounds to bfloat16, else 0
     is_exact: bool = False  # whether to count log-probs whose bits differ from the rollout's
@@ -84,7 +84,7 @@ class UpdateOptions:
                 config.updates_once and reuses_logprobs(config) and not config.rollout.exact
             ),
             shares_trunk=config.shares_trunk,
-            warmup_steps=config.trainer.critic_warmup,
+            critic_warmup=config.trainer.critic_warmup,
             loss_scale=actor.loss_scale_factor or config.data.max_response_length,
             rounding_seed=rounding_seed(actor.optim, seed) or rounding_seed(critic.optim, seed),
             is_exact=config.rollout.exact,
@@ -93,14 +93,15 @@ class UpdateOptions:
 
 @pytree
 class Weights:
-    """Weights of the tokens of a mini-batch, [R, L], or of any token of each sample, [B]."""
+    """Weights of a mini-batch: for each token, [R, L], or for each sample, [B].
 
-    # Weights in the loss, according to `loss_agg_mode`; 0 where the rows' mask is False.
-    loss: Float32[Array, "..."]
-    mean: Float32[Array, "..."]  # weights in means over the mini-batch's tokens; likewise
-    # Weights of all tokens, prompts included, in means over tokens and then over the mini-batch's
-    # sequences; of a sample, that of the sequence.
-    sequence: Float32[Array, "..."]
+    A sample's `loss` and `mean` are those of each of its tokens that the mask contains; its
+    `sequence` is divided among all its tokens, prompt included.
+    """
+
+    loss: Float32[Array, "..."]  # in the loss, according to `loss_agg_mode`
+    mean: Float32[Array, "..."]  # in the mean over the mini-batch's tokens
+    sequence: Float32[Array, "..."]  # in the mean over sequences of their means over tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,7 +111,7 @@ class RolloutObjective:
     options: UpdateOptions
     aggregation: str  # see `registries.AGGREGATIONS`
     net: Transformer  # the role's model
-    # The frozen parameters that adapters are joined with; not read without adapters.
+    # The frozen parameters below the adapters; unused without adapters.
     base: Params | None
     experience: Experience
 
@@ -123,12 +124,12 @@ class RolloutObjective:
         """Return whether a mini-batch has any token to learn from, bool scalar."""
         return jnp.any(count_learned_tokens(self.experience, batch) > 0)
 
-    def weigh_tokens(
+    def sample_weights(
         self, batch: MiniBatches, mask_BxT: Bool[Array, "B T"] | None = None
     ) -> Weights:
-        """Return the weights of samples: of a mask's tokens, or of all action tokens.
+        """Return the weights [B] of samples, given the tokens to learn from (default: actions).
 
-        They are fixed by the whole mini-batch, whatever its split.
+        They depend only on the whole mini-batch, not on how it is split.
         """
         counts_B = count_learned_tokens(self.experience, batch, mask_BxT)
         divisors = AGGREGATIONS[self.aggregation].function
@@ -141,15 +142,15 @@ class RolloutObjective:
     def token_weights(
         self, rows: Rows, weights: Weights, mask_BxT: Bool[Array, "B T"] | None = None
     ) -> Weights:
-        """Return what `weigh_tokens` returned for samples at each token of some rows."""
+        """Return the weights of the tokens of some rows, [R, L], from those of their samples."""
         mask = rows.mask
         if mask_BxT is not None:
             mask &= mask_BxT[rows.samples, rows.steps]
-        own_share = packing.sequence_weights(self.sequences, rows)
+        share_RxL = packing.sequence_weights(self.sequences, rows)
         return Weights(
             loss=jnp.where(mask, weights.loss[rows.samples], 0),
             mean=jnp.where(mask, weights.mean[rows.samples], 0),
-            sequence=own_share * weights.sequence[rows.samples],
+            sequence=share_RxL * weights.sequence[rows.samples],
         )
 
 
@@ -157,11 +158,11 @@ class RolloutObjective:
 class ActorObjective(RolloutObjective):
     """The policy loss, plus the KL to the reference, minus the entropy bonus."""
 
-    # The reference's model and parameters; read only by a KL over the vocabulary.
+    # The reference's model and parameters; used only by a KL over the vocabulary.
     reference: tuple[Transformer, Params | None] | None = None
     # The teacher's model and parameters; `None` if the loss has no KL to it.
     teacher: tuple[Transformer, Params] | None = None
-    plugin_metrics: tuple[str, ...] = ()  # of a user-defined policy loss
+    plugin_metrics: tuple[str, ...] = ()  # names of a user-defined policy loss's metrics
 
     @property
     def metrics(self) -> Mapping[str, Metric]:
@@ -172,30 +173,30 @@ class ActorObjective(RolloutObjective):
             "actor/inexact_logprobs": not self.options.is_exact,
             "critic/router_loss": True,
         }
-        roles = ("actor/", "critic/") if self.options.shares_trunk else "actor/"
+        prefixes = ("actor/", "critic/") if self.options.shares_trunk else ("actor/",)
         metrics = {
             name: metric
             for name, metric in METRICS.items()
-            if name.startswith(roles) and not absent.get(name)
+            if name.startswith(prefixes) and not absent.get(name)
         }
         return metrics | dict.fromkeys(self.plugin_metrics, Metric.MEAN)
 
     def weigh(self, batch: MiniBatches) -> tuple[Weights, Weights | None]:
-        """Return the weights of samples, and those of values if a critic shares the trunk."""
-        values = None
+        """Return the samples' weights in the policy's loss and in that of a shared critic."""
+        value_weights = None
         if self.options.shares_trunk:
-            values = self.weigh_tokens(batch, self.experience.value_mask)
-        return self.weigh_tokens(batch), values
+            value_weights = self.sample_weights(batch, self.experience.value_mask)
+        return self.sample_weights(batch), value_weights
 
     def loss(
         self, params: Params, rows: Rows, weights: tuple[Weights, Weights | None]
     ) -> LossAndMetrics:
         """Return the share of a mini-batch's loss that its rows contribute, and metrics."""
-        of_tokens, of_values = weights
+        policy_weights, value_weights = weights
         options, net, experience = self.options, self.net, self.experience
         actor = options.actor
-        token_weights = self.token_weights(rows, of_tokens)
-        # Inside the gradient, so that adapters receive theirs through the join.
+        token_weights = self.token_weights(rows, policy_weights)
+        # Joined inside the differentiated function, so that adapters receive gradients.
         params = full_parameters(net, params, self.base)
         hidden, router_loss_RxL = forward.run_decoder(
             net, params, rows, with_router_loss=actor.router_aux_loss_coef > 0, replays_routing=True
@@ -206,14 +207,14 @@ class ActorObjective(RolloutObjective):
         )
         assert entropy_RxL is not None, "the loss needs the entropy"
         if not actor.entropy_coeff:
-            # With a coefficient of 0 alone, the entropy's backward pass would still run.
+            # A coefficient of 0 would not keep the entropy's backward pass from running.
             entropy_RxL = jax.lax.stop_gradient(entropy_RxL)
         inputs = policy_loss_inputs(
             actor,
             logprobs_RxL,
             rows,
             experience,
-            members_B=of_tokens.sequence > 0,
+            members_B=policy_weights.sequence > 0,
             is_on_policy=options.is_on_policy,
         )
         policy, plugin_metrics = compute_policy_loss(actor.policy_loss, inputs)
@@ -237,7 +238,7 @@ class ActorObjective(RolloutObjective):
             router_loss = jnp.sum(token_weights.sequence * router_loss_RxL)
             loss += actor.router_aux_loss_coef * router_loss
             metrics["actor/router_loss"] = router_loss
-        metrics["actor/loss"] = loss
+        metrics["actor/loss"] = loss  # without a shared critic's, added below
         for name, per_token in plugin_metrics.items():
             metrics[f"actor/{name}"] = jnp.sum(token_weights.mean * per_token)
         metrics |= policy_metrics(policy, entropy_RxL, token_weights.mean)
@@ -249,13 +250,13 @@ class ActorObjective(RolloutObjective):
             metrics["actor/inexact_logprobs"] = jnp.sum(
                 rows.mask & (bits != old_bits), dtype=jnp.float32
             )
-        if of_values is not None:
+        if value_weights is not None:
             value_part, critic_metrics = weighted_value_loss(
                 options.critic,
                 compute_scalars(params, hidden),
                 rows,
                 experience,
-                self.token_weights(rows, of_values, experience.value_mask),
+                self.token_weights(rows, value_weights, experience.value_mask),
             )
             loss += value_part
             metrics |= critic_metrics
@@ -272,7 +273,6 @@ class ActorObjective(RolloutObjective):
         options = self.options
         if not options.actor.use_kl_loss:
             return jnp.float32(0)
-        name = options.actor.kl_loss_type
         if needs_reference_pass(options.actor):
             # The exact KL needs the reference's hidden states: a forward pass per micro-batch.
             net, reference = self.reference or (self.net, None)
@@ -281,16 +281,16 @@ class ActorObjective(RolloutObjective):
         else:
             assert self.experience.ref_logprobs is not None, "a KL loss needs a reference"
             ref_logprobs = packing.to_rows(self.experience.ref_logprobs, rows)
-            estimator = get_kl_estimator(name, "actor.kl_loss_type")
+            estimator = get_kl_estimator(options.actor.kl_loss_type, "actor.kl_loss_type")
             kl_tokens = kl.kl_estimate(logprobs, ref_logprobs, rows.mask, estimator)
         return jnp.sum(weights.loss * kl_tokens)
 
     def _kl_over_vocabulary(
         self, output: DecoderOutput, other: tuple[Transformer, Params], rows: Rows
     ) -> Float[Array, "R L"]:
-        """Return KL(actor || other) of each token, with another frozen policy."""
-        others = DecoderOutput(*other, forward.hidden_states(*other, rows))
-        return forward.kl_over_vocabulary(output, others, rows, self.options.temperature)
+        """Return KL(actor || other) at each token; `other` is a frozen model and its parameters."""
+        other_output = DecoderOutput(*other, forward.hidden_states(*other, rows))
+        return forward.kl_over_vocabulary(output, other_output, rows, self.options.temperature)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -306,8 +306,8 @@ class CriticObjective(RolloutObjective):
         return metrics
 
     def weigh(self, batch: MiniBatches) -> Weights:
-        """Return the weights of samples; see `weigh_tokens`."""
-        return self.weigh_tokens(batch, self.experience.value_mask)
+        """Return the samples' weights in the value loss."""
+        return self.sample_weights(batch, self.experience.value_mask)
 
     def loss(self, params: Params, rows: Rows, weights: Weights) -> LossAndMetrics:
         """Return the share of a mini-batch's loss, and metrics; arguments as for the actor."""
@@ -332,8 +332,8 @@ def count_learned_tokens(
 ) -> Int32[Array, " B"]:
     """Return the number of tokens of each sample that a mini-batch learns from.
 
-    They are the tokens of the mask, or all action tokens. Samples outside the mini-batch, or
-    excluded by the sample mask, have 0.
+    It learns from the tokens of the mask, or from all action tokens; from none of a sample that is
+    outside the mini-batch or excluded by the sample mask.
     """
     counted_BxT = experience.action_mask if mask_BxT is None else mask_BxT
     return jnp.where(batch.members & experience.sample_mask, counted_BxT.sum(1), 0)
@@ -345,7 +345,7 @@ def needs_reference_pass(options: Actor) -> bool:
 
 
 def roles_of_losses(actor: Actor, teacher: Teacher) -> tuple[str, ...]:
-    """Return the frozen roles that the actor's loss runs."""
+    """Return the frozen roles whose forward passes the actor's loss runs."""
     reference = ("reference",) if needs_reference_pass(actor) else ()
     return (*reference, "teacher") if teacher.path and teacher.loss_coef else reference
 
@@ -357,10 +357,10 @@ def weighted_value_loss(
     experience: Experience,
     weights: Weights,
 ) -> LossAndMetrics:
-    """Return the value loss, without that of routers, from the critic's values."""
+    """Return the weighted value loss, without a router loss, and its metrics."""
     assert experience.values is not None, "a value loss needs values"
     assert experience.returns is not None, "a value loss needs returns"
-    # Normalized or not, values, old values and returns are in one unit: the critic's.
+    # All three are in the critic's unit, normalized or not.
     old_values = packing.to_rows(experience.values, rows)
     returns = packing.to_rows(experience.returns, rows)
     value = losses.value_loss(

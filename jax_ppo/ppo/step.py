@@ -4,8 +4,8 @@
     2. Compute log-probs and values          forward_passes.py
     3. Apply the rewards                     rewarding.py
     4. Estimate advantages                   experience.py, advantages.py
-    5. Update actor and critic               update.py, its loops in training/learner.py,
-                                             its losses in objectives.py and kernels/losses.py
+    5. Update actor and critic               update.py; its loops: training/learner.py;
+                                             its losses: objectives.py, kernels/losses.py
 
 The host must wait for the mesh once per step: packing needs the lengths of the sampled responses.
 It also waits to time the forward passes, but only after the update has been dispatched, so that the
@@ -35,7 +35,7 @@ class StepResult(NamedTuple):
 
     sampled: SampledBatch  # the samples that the step learned from
     packed: RolloutPacking  # the packed rows and mini-batches of the samples
-    experience: Experience  # what the update learned from each token
+    experience: Experience  # the update's data about each token
     rule_rewards: RuleRewards
     rewards: jax.Array  # float32 [B], the rules' scores plus the weighted ones of the reward model
     metrics: dict[str, jax.Array]  # the metrics of experience and update, on the mesh
@@ -52,14 +52,15 @@ def take_ppo_step(
     # 1. Sample responses.
     sampled, packed = take_samples(parts, state, samples, step, observer)
 
-    # 2. Compute log-probs under policy and reference, and values, without waiting for them.
+    # 2. Start computing values, and log-probs under policy and reference; do not wait for them.
     sequences, outputs = start_forward_passes(parts, state, sampled, packed, observer)
 
-    # 3. Apply the rules on the host while the mesh computes, then add a reward model's scores.
+    # A source that samples one step ahead starts on the next step's samples here.
     samples.begin_next(state, step, observer)
-    rule_rewards, rewards = apply_rewards(
-        parts, state, sampled, (sequences, packed.forward), observer
-    )
+
+    # 3. Apply the rules on the host while the mesh computes, then add a reward model's scores.
+    inputs = (sequences, packed.forward)
+    rule_rewards, rewards = apply_rewards(parts, state, sampled, inputs, observer)
 
     # 4. Estimate advantages and returns.
     experience, metrics = estimate_experience(
@@ -81,7 +82,7 @@ def take_ppo_step(
 def take_samples(
     parts: StepParts, state: TrainState, samples: SampleSource, step: int, observer: StepObserver
 ) -> tuple[SampledBatch, RolloutPacking]:
-    """Take the samples of a step, wait for their lengths, and pack them into rows by these."""
+    """Take the samples of a step, wait for their lengths, and pack them into rows."""
     sampled = samples.take(state, step, observer)
     with observer.phase("rollout"):
         lengths = sample_lengths(sampled.batch, sampled.rollout)
@@ -111,11 +112,11 @@ def apply_rewards(
     inputs: ModelInputs,
     observer: StepObserver,
 ) -> tuple[RuleRewards, jax.Array]:
-    """Return the rules' rewards of a batch, and the scores with those of a reward model.
+    """Return the rules' rewards, and each sample's total: rules plus the weighted reward model.
 
-    Samples whose rewards are known (selected by reward, or read with them) are not scored again.
+    Rules do not score samples again that come with rewards (selected by reward, or from files).
     """
-    observer.write_pending_report()  # nothing is pending if more samples have been begun
+    observer.write_pending_report()  # usually the last step's, while the mesh is busy
     with observer.phase("reward"):
         rule_rewards = sampled.rule_rewards
         if rule_rewards is None:
@@ -138,6 +139,6 @@ def update_models(
     # The update is already dispatched, so waiting for the forward passes does not idle the mesh.
     with observer.phase("forward"):
         jax.block_until_ready(outputs)
-    # On CPUs: the update needs the memory that rollout and forward passes have freed.
+    # CPUs only: the update needs the memory that the rollout and the forward passes have freed.
     release_freed_memory(state)
     return state, metrics

@@ -37,19 +37,18 @@ class UpdateSetup:
 
     options: UpdateOptions
     nets: Networks
-    total_steps: int  # at which learning rate schedules end
+    total_steps: int  # of the run; learning rate schedules end there
 
 
 @pytree
 class Trained:
-    """The trees of a role that its update replaces, and whose buffers are donated."""
+    """A role's parameters and optimizer state; the update replaces them, donating the buffers."""
 
     params: Params
     optimizer_state: optax.OptState
 
 
-# The arguments of `update_actor` and `update_critic`: the constants, what they replace, the state
-# without the trained trees of any role, and what they learn from.
+# The arguments of `update_actor` and `update_critic`, in their order.
 UpdateArguments = tuple[UpdateSetup, Trained, TrainState, Experience, MiniBatches]
 
 
@@ -94,8 +93,8 @@ def update_arguments(
     experience: Experience,
     batches: Mapping[str, MiniBatches],
 ) -> dict[str, UpdateArguments]:
-    """Return, by role, the arguments of `update_actor` and `update_critic` if they are trained."""
-    # No other argument may share a donated buffer, so `without_trained` drops the trained trees.
+    """Return the arguments of `update_actor` and `update_critic`, by the roles that are trained."""
+    # A donated buffer must not occur in another argument, so the state goes without trained trees.
     fixed_state = state.without_trained()
     return {
         role: (
@@ -117,8 +116,8 @@ def next_step(step: Int32[Array, ""]) -> Int32[Array, ""]:
 
 
 # Donated trees are updated in place: no second copy of parameters and optimizer state. On one
-# device, XLA gives the first result of a shape the first donated buffer of that shape, even one in
-# the host's memory. Therefore the new trees precede all other results, in the arguments' order.
+# device, XLA pairs results with donated buffers of the same shape in order, even with buffers in
+# the host's memory. So the new trees come before all other results, in the arguments' order.
 _JIT = {"static_argnames": ("setup",), "donate_argnames": ("trained",)}
 
 
@@ -136,10 +135,9 @@ def update_actor(
     """
     options, nets = setup.options, setup.nets
     fixed_state = fixed_state.on_device()
-    # The actor's schedule starts after the critic's warm-up.
-    step = fixed_state.step
-    warmup = options.warmup_steps
-    actor = options.actor
+    actor, step = options.actor, fixed_state.step
+    # The actor learns, and its schedule starts, after the first steps, in which only a critic does.
+    warmup = options.critic_warmup
     rate = learning_rate(actor.optim, jnp.maximum(step - warmup, 0), setup.total_steps - warmup)
     update_enabled = step >= warmup
     teacher = None
@@ -174,13 +172,12 @@ def update_critic(
     experience: Experience,
     batches: MiniBatches,
 ) -> tuple[Trained, Metrics]:
-    """Train a separate critic; as `update_actor`, without the step's number."""
+    """Train a separate critic; return the new trees, and metrics. `trained` is donated."""
     options, critic = setup.options, setup.nets.critic
+    assert critic is not None, "there is no separate critic"
     # The critic learns from the first step on, so its schedule spans the whole run.
     rate = learning_rate(options.critic.optim, fixed_state.step, setup.total_steps)
-    assert critic is not None, "there is no separate critic"
-    # Not `on_device`: of the fixed state the critic reads only the base of its adapters, which is
-    # never offloaded.
+    # The critic needs only its adapters' base, which is never offloaded: no `on_device` here.
     learner = critic_learner(options, critic, experience, fixed_state.reference)
     params, optimizer_state, metrics = learner.scan_mini_batches(
         trained.params, trained.optimizer_state, rate, True, batches

@@ -1088,7 +1088,7 @@ UPDATES = [
         old=(
             "return Weights(loss=jnp.where(mask, weights.loss[rows.samples], 0), "
             "mean=jnp.where(mask, weights.mean[rows.samples], 0), "
-            "sequence=own_share * weights.sequence[rows.samples])"
+            "sequence=share_RxL * weights.sequence[rows.samples])"
         ),
         new="return Weights(*[mask / mask.sum()] * 3)",
     ),
@@ -1100,7 +1100,7 @@ UPDATES = [
         old=(
             "return Weights(loss=jnp.where(mask, weights.loss[rows.samples], 0), "
             "mean=jnp.where(mask, weights.mean[rows.samples], 0), "
-            "sequence=own_share * weights.sequence[rows.samples])"
+            "sequence=share_RxL * weights.sequence[rows.samples])"
         ),
         new=(
             "return Weights(*[mask / jnp.maximum(mask.sum(1, keepdims=True), 1) / len(mask)] * 3)"
@@ -1125,8 +1125,8 @@ UPDATES = [
             "test_micro_batches_and_packing_do_not_change_the_routers_loss"
         ),
         where="RolloutObjective.token_weights",
-        old="own_share * weights.sequence[rows.samples]",
-        new="own_share / jnp.maximum(own_share.sum(), 1)",
+        old="share_RxL * weights.sequence[rows.samples]",
+        new="share_RxL / jnp.maximum(share_RxL.sum(), 1)",
     ),
     Exhibit(
         name="replayed_experts_are_those_of_the_next_token",
