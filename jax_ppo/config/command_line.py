@@ -11,9 +11,8 @@ from typing import Any
 
 from jax_ppo.config import config_files, loading, parsing, reference
 from jax_ppo.config.option import COMMANDS
-from jax_ppo.config.peer_options import explain_peer_option
 from jax_ppo.config.schema import Config, all_options, flatten_options, options_by_name
-from jax_ppo.config.suggestions import suggest_option
+from jax_ppo.config.suggestions import explain_peer_option, suggest_option
 from jax_ppo.errors import UserError, named_file
 from jax_ppo.storage import remote
 

@@ -149,29 +149,21 @@ def from_config_dict(
     # First each option by itself, then the options against each other.
     frozen = _build_section(Config, config, "")
     if command == "critic":
-        frozen = _train_critic_alone(frozen)
+        frozen = replace_options(frozen, {"trainer.critic_only": True})
+        # Whole returns: with lambda below 1 the targets would contain values of a critic that knows
+        # nothing yet (VC-PPO: Yuan et al. 2025, arXiv 2503.01491).
+        if frozen.algorithm.critic_lam is None:
+            frozen = replace_options(frozen, {"algorithm.critic_lam": 1.0})
+        # Each row has one response, and rows are taken as they are: none is drawn or selected.
+        if frozen.learns_from_files:
+            rollout = ("rollout.n", "rollout.keep", "rollout.max_staleness", "rollout.exact")
+            unread = ("data.train_files", *rollout, "algorithm.filter_groups.enable")
+            frozen = replace_options(frozen, _defaults(*unread))
     validation.validate_config(frozen, command)
     if command in COMMANDS and command not in PPO:  # `plan` is for a run of train
         # Nothing else decodes while it learns.
         frozen = replace_options(frozen, {"rollout.mesh.devices": 0})
     return frozen
-
-
-def _train_critic_alone(config: Config) -> Config:
-    """Return the options that train the critic alone, on whole returns unless lambda is set.
-
-    With lambda below 1 the targets would contain values of a critic that knows nothing yet
-    (VC-PPO: Yuan et al. 2025, arXiv 2503.01491).
-    """
-    config = replace_options(config, {"trainer.critic_only": True})
-    if config.algorithm.critic_lam is None:
-        config = replace_options(config, {"algorithm.critic_lam": 1.0})
-    if not config.learns_from_files:
-        return config
-    # Each row has one response, and rows are taken as they are: none is drawn or selected.
-    rollout = ("rollout.n", "rollout.keep", "rollout.max_staleness", "rollout.exact")
-    unread = ("data.train_files", *rollout, "algorithm.filter_groups.enable")
-    return replace_options(config, _defaults(*unread))
 
 
 def _defaults(*names: str) -> dict[str, Any]:

@@ -1,11 +1,28 @@
-"""Suggestions for options that do not exist: another framework's, or misspelled ones."""
+"""Suggestions for options that do not exist: another framework's, or misspelled ones.
 
+The tables of other frameworks' options are TOML files in peers/. `[options]` maps an answer (our
+option, or why there is none) to the names that have it there. Names are compared without
+`actor_rollout_ref.`; one that ends in `.*` stands for all options of a group that have no separate
+answer. verl, TRL and OpenRLHF also have tables of their programs (`Program`) and of the options
+that name data (`DataOptions`), from which commands are translated.
+"""
+
+import dataclasses
 import difflib
+import functools
+import re
+import tomllib
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
-from jax_ppo.config.peer_options import VERL_PREFIX, explain_peer_option
 from jax_ppo.config.schema import options_by_name
 
+FRAMEWORKS = ("verl", "trl", "openrlhf", "tunix", "nemo_rl")
+VERL_PREFIX = "actor_rollout_ref."
+PEERS = Path(__file__).with_name("peers")
+
+AnswersByName = dict[str, str]
 # The similarity, 0..1, below which nothing is suggested.
 _CUTOFF = 0.75
 # The similarity of last parts below which an option of the same section is not suggested.
@@ -15,6 +32,109 @@ _MAX_LISTED = 12
 _MAX_PARTS = 3
 # The weight of an equal last part relative to the similarity of the whole name.
 _SAME_LAST_PART = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program of another framework, and what runs the same task here."""
+
+    names: str  # pattern of the names of its script or module, without folders and `.py`
+    # The configuration that a translated command starts from; empty: there is no such task.
+    base: str = ""
+    command: str = "train"  # train, sft or reward_model
+    # Answers to options that mean something else than in the framework's other programs.
+    options: AnswersByName = dataclasses.field(default_factory=dict)
+    # Its defaults, by its own names, in which the base may differ.
+    defaults: dict[str, str] = dataclasses.field(default_factory=dict)
+    # Our options whose value it always has, without an option for them.
+    always: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Return the first of its names, for messages."""
+        return re.split(r"[|(]", self.names)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class DataOptions:
+    """The options of another framework that together name data sets, with their older names."""
+
+    target: str  # our option
+    names: list[str]  # the options with files or names on the Hugging Face hub, separated by commas
+    splits: list[str]  # the options with the split
+    default_split: str = "train"  # the split if none of these is given
+    # The options with the name of a part of the data set.
+    subsets: list[str] = dataclasses.field(default_factory=list)
+    # The options with the weights of several data sets.
+    weights: list[str] = dataclasses.field(default_factory=list)
+    # Without any of these options the data are not read; empty: they always are.
+    only_with: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Framework:
+    """The tables of one framework."""
+
+    title: str  # its name in messages
+    options: AnswersByName
+    # Its programs, the most usual one first; none: its commands are not translated.
+    programs: tuple[Program, ...]
+    data: tuple[DataOptions, ...]  # the options that name data
+
+
+@functools.cache
+def read_framework(name: str) -> Framework:
+    """Return the tables of one of `FRAMEWORKS`."""
+    table: dict[str, Any] = {"defaults": {}, "programs": [], "data": []}
+    table |= tomllib.loads((PEERS / f"{name}.toml").read_text(encoding="utf-8"))
+    programs = [
+        # The framework's defaults hold for all of its programs.
+        Program(
+            **program
+            | {
+                "options": _by_name(program.get("options", {})),
+                "defaults": {**table["defaults"], **program.get("defaults", {})},
+            }
+        )
+        for program in table["programs"]
+    ]
+    return Framework(
+        title=table["title"],
+        options=_by_name(table["options"]),
+        programs=tuple(programs),
+        data=tuple(DataOptions(**group) for group in table["data"]),
+    )
+
+
+def _by_name(table: dict[str, list[str]]) -> AnswersByName:
+    return {name: answer for answer, names in table.items() for name in names}
+
+
+def find_answer(options: AnswersByName, name: str) -> str | None:
+    """Return a table's answer to a name, or to the smallest group `a.b.*` that contains it."""
+    if name in options:
+        return options[name]
+    parts = name.split(".")
+    groups = (".".join(parts[:end]) + ".*" for end in range(len(parts) - 1, 0, -1))
+    return next((options[group] for group in groups if group in options), None)
+
+
+def explain_peer_option(name: str) -> str | None:
+    """Return the counterparts of another framework's option in words; `None` if none has it.
+
+    The name has no `config.`; its hyphens count as underscores.
+    """
+    normalized = name.replace("-", "_").removeprefix(VERL_PREFIX)
+    answers: dict[str, list[str]] = {}
+    for framework in map(read_framework, FRAMEWORKS):
+        answer = find_answer(framework.options, normalized)
+        if answer is not None:
+            answers.setdefault(answer, []).append(framework.title)
+    if not answers:
+        return None
+    return "; ".join(
+        f"{' and '.join(titles)}'s {normalized}: {answer}" for answer, titles in answers.items()
+    )
 
 
 def suggest_option(name: str) -> str:

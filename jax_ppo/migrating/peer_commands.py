@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from jax_ppo.config.peer_options import Program, find_answer, find_program, read_framework
 from jax_ppo.config.schema import options_by_name
+from jax_ppo.config.suggestions import Program, find_answer, read_framework
 from jax_ppo.errors import UserError, shorten
 
 EXAMPLES = {
@@ -150,7 +150,7 @@ def _find_program_word(framework: str, words: list[str]) -> tuple[int, tuple[Pro
         is_named = launcher in ("-m", "--module") or Path(launcher).name == "trl"
         # As in `jax_ppo.translate trl sft --option ...`.
         if framework == "trl" and count == 1 and re.match(r"--\w", "".join(words[1:2])):
-            named = find_program(read_framework(framework).programs, word)
+            named = _find_program(read_framework(framework).programs, word)
             is_named = named is not None and named[1]
         is_file = word.endswith((".py", ".sh")) or _MODULE.fullmatch(word)
         if not is_named and (not is_file or "=" in word or " " in word):
@@ -158,13 +158,29 @@ def _find_program_word(framework: str, words: list[str]) -> tuple[int, tuple[Pro
         owner = next((peer for peer in EXAMPLES if peer in re.split(r"[./]", word)), framework)
         if owner != framework:
             raise UserError(f"{word}: a program of {owner}: python -m jax_ppo.translate {owner}")
-        candidates.append((count, find_program(read_framework(framework).programs, word)))
+        candidates.append((count, _find_program(read_framework(framework).programs, word)))
     # Exactly a program's name is better than a part of it, and that better than no program.
     for wanted in (True, False):
         for count, found in candidates:
             if found and found[1] == wanted:
                 return count, found
     return candidates[0] if candidates else (0, None)
+
+
+def _find_program(programs: tuple[Program, ...], word: str) -> tuple[Program, bool] | None:
+    """Return the program that a script or module is, and whether it has exactly that name.
+
+    A user's script such as `train_grpo.py` has a program's name as a part.
+    """
+    name = re.split(r"[./]", word.removesuffix(".py").removesuffix(".sh"))[-1].replace("-", "_")
+    for program in programs:
+        if re.fullmatch(program.names, name):
+            return program, True
+    for part in name.split("_"):
+        for program in programs:
+            if re.fullmatch(program.names, part):
+                return program, False
+    return None
 
 
 def _fill_in_variables(before: list[str], after: list[str]) -> tuple[list[str], list[str]]:

@@ -12,9 +12,8 @@ from typing import Any
 from jax_ppo.config import loading
 from jax_ppo.config.option import Option
 from jax_ppo.config.parsing import is_bracketed, split_items
-from jax_ppo.config.peer_options import DataOptions, Program, read_framework
 from jax_ppo.config.schema import Algorithm, flatten_options, options_by_name
-from jax_ppo.config.suggestions import find_nearest
+from jax_ppo.config.suggestions import DataOptions, Program, find_nearest, read_framework
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.migrating.peer_commands import VARIABLE, answer_of, is_known, read_command
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS, AGGREGATIONS, POLICY_LOSSES

@@ -6,9 +6,14 @@ import string
 
 import pytest
 
-from jax_ppo.config.peer_options import FRAMEWORKS, find_answer, read_framework
 from jax_ppo.config.schema import all_options
-from jax_ppo.config.suggestions import find_nearest, suggest_option
+from jax_ppo.config.suggestions import (
+    FRAMEWORKS,
+    find_answer,
+    find_nearest,
+    read_framework,
+    suggest_option,
+)
 
 NAMES = [option.name for option in all_options()]
 

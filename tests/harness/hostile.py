@@ -165,8 +165,8 @@ SHELL_TEXTS = (
 
 def peer_options(r: random.Random, folder: Path) -> None:
     """Options of other frameworks, given to our command or in a command to translate."""
-    from jax_ppo.config.peer_options import FRAMEWORKS, read_framework
     from jax_ppo.config.schema import all_options
+    from jax_ppo.config.suggestions import FRAMEWORKS, read_framework
 
     framework = r.choice(FRAMEWORKS)
     options = read_framework(framework).options

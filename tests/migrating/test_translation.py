@@ -10,8 +10,8 @@ import pytest
 from jax_ppo import translate as translate_command
 from jax_ppo.config import command_line
 from jax_ppo.config.loading import parse_option
-from jax_ppo.config.peer_options import read_framework
 from jax_ppo.config.schema import all_options
+from jax_ppo.config.suggestions import read_framework
 from jax_ppo.data.columns import Columns
 from jax_ppo.data.row_formats import parse_row
 from jax_ppo.errors import UserError
