@@ -1,10 +1,10 @@
-"""The decode loop: responses to prompts, on the device from first to last.
+"""The decode loop: sample responses to prompts without leaving the device.
 
 No slot waits for the longest response: a slot whose response has ended takes the next sample of the
-queue (`slots.py`). Once the queue is empty, the samples still being decoded move into fewer slots
-whenever they fit three quarters, half or a quarter of them; each number of slots has a separate
-`while_loop`. (Short responses keep all slots.) With an environment a response may have several
-turns (`dialogues.py`).
+queue (`slots.py`). Once the queue is empty, the remaining samples move into three quarters, half
+and then a quarter of the slots, as soon as they fit; each number of slots has its `while_loop`.
+(Short responses keep all slots.) With an environment a response may have several turns
+(`dialogues.py`).
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from jax_ppo.sampler.slots import (
 )
 from jax_ppo.types import Params, Prompts, Rollout
 
-PADDING = -1  # the index of a sample that is not decoded
+PADDING = -1  # the index of samples that only pad the queue, and are not decoded
 
 
 def generate_responses(
@@ -49,9 +49,9 @@ def generate_responses(
 ) -> Rollout:
     """Sample n responses to each prompt. Pure; to be compiled with model and options static.
 
-    A sample's tokens depend only on the key, its prompt and its index, up to the rounding of
-    logits: not on the slots, the samples beside it, their number, the prompt width P or the
-    devices. All samples of a prompt share its prefill.
+    Up to the rounding of logits, a sample's tokens depend only on the key, its prompt and its
+    index: not on the slots, the other samples, their number, the prompt width P or the devices.
+    All samples of a prompt share its prefill.
 
     Args:
       model: with `unrolled=True`.
@@ -59,7 +59,7 @@ def generate_responses(
       params: the actor's, unrolled, in the type to compute in, laid out for decoding.
       prompts: [N / n, P]; sample i answers prompt i // n.
       indices_N: int32, the samples' addresses for random numbers. The last ones may be `PADDING`;
-        what is returned for such a sample has no meaning.
+        the results of these samples are undefined.
       key: the base key of the step.
       any_shard: see `DecodeJob`.
     """
@@ -79,8 +79,8 @@ def generate_responses(
     prompts_N = jax.tree.map(lambda x: jnp.repeat(x, options.n, axis=0), prompts)
     state = initial_state(job)._replace(finished=is_padding_N)
     if options.environment is not None:
-        begun = dialogues.start_dialogues(options, job.keys_N, prompts_N, indices_N)
-        state = state._replace(dialogues=begun)
+        started = dialogues.start_dialogues(options, job.keys_N, prompts_N, indices_N)
+        state = state._replace(dialogues=started)
     state = decode_queue(job, state)
     rollout = Rollout(
         prompts=dataclasses.replace(prompts_N, rows=None),
@@ -99,9 +99,9 @@ def generate_responses(
 
 
 def decode_queue(job: DecodeJob, state: DecodeState) -> DecodeState:
-    """Decode all samples of a job, up to its limit."""
+    """Decode all samples of a job, each up to its limit if the job has limits."""
     widths = slot_widths(job.width, job.span)
-    # The first loop empties the queue; the narrower ones only finish what is left.
+    # The first loop empties the queue; the narrower ones only finish the samples in the slots.
     for width, narrower in zip(widths, (*widths[1:], 0), strict=True):
         if width == job.width:
             step = functools.partial(refill_and_decode, job, narrower)
@@ -113,15 +113,15 @@ def decode_queue(job: DecodeJob, state: DecodeState) -> DecodeState:
 
 
 def _needs_width(job: DecodeJob, narrower: int, state: DecodeState) -> jax.Array:
-    """Return whether the queue has samples, or more slots are busy than the next loop has."""
-    too_many = busy_slots(job, state).sum() > narrower
-    return job.any_shard(has_queue(job, state) | too_many)
+    """Return whether the queue has samples, or more than `narrower` slots are busy."""
+    is_too_narrow = busy_slots(job, state).sum() > narrower
+    return job.any_shard(has_queue(job, state) | is_too_narrow)
 
 
 def refill_and_decode(job: DecodeJob, narrower: int, state: DecodeState) -> DecodeState:
-    """Fill idle slots; decode until `job.refill` are idle again, or `narrower` suffice."""
+    """Fill idle slots; decode until `job.refill` can be filled, or `narrower` slots suffice."""
 
-    # Prefill once all samples of the prefilled prompts have entered slots.
+    # Prefill when all samples of the prefilled prompts have entered slots.
     def should_prefill(state: DecodeState) -> jax.Array:
         return job.any_shard(needs_prefill(job, state))
 
@@ -130,58 +130,57 @@ def refill_and_decode(job: DecodeJob, narrower: int, state: DecodeState) -> Deco
         ready = jnp.minimum(state.prefilled * job.options.n, job.count)
         return job.any_shard((state.entered < ready) & ~busy_slots(job, state).all())
 
-    # Decode while this width is needed, until enough slots are idle to refill them together.
+    # Decode until enough slots are idle to refill them together, or fewer slots suffice.
     def can_decode(state: DecodeState) -> jax.Array:
         idle = (~busy_slots(job, state)).sum()
         can_refill = job.any_shard(has_queue(job, state) & (idle >= job.refill))
         return _needs_width(job, narrower, state) & ~can_refill
 
-    # The first of these loops runs at most once. It is not a `cond`, into whose branches XLA would
-    # copy the state.
+    # The first loop runs at most once. XLA would copy the state into the branches of a `cond`.
     state = jax.lax.while_loop(should_prefill, functools.partial(prefill_group, job), state)
     state = jax.lax.while_loop(can_fill, functools.partial(fill_slots, job), state)
     return jax.lax.while_loop(can_decode, functools.partial(decode_and_answer, job), state)
 
 
 def prefill_group(job: DecodeJob, state: DecodeState) -> DecodeState:
-    """Prefill the next G prompts into the buffer, if all samples of the last G have entered."""
+    """Prefill the next G prompts into the buffer, unless samples in it still wait for slots."""
     tokens_GxP = jax.lax.dynamic_slice_in_dim(job.prompts.tokens, state.prefilled, job.group)
     lengths_G = jax.lax.dynamic_slice_in_dim(job.prompts.lengths, state.prefilled, job.group)
     columns_GxP = jnp.broadcast_to(jnp.arange(tokens_GxP.shape[1]), tokens_GxP.shape)
     is_prompt_GxP = (columns_GxP < lengths_G[:, None]).astype(jnp.int32)
-    record = state.routing
     output: TransformerOutput = job.model.apply(  # type: ignore[assignment]
         {"params": job.params},
         tokens_GxP,
         columns_GxP,
         is_prompt_GxP,
-        # The decode step runs a prompt's last token.
+        # A prompt's last token is run by the first decode step of its samples.
         ends_B=lengths_G - 1,
     )
-    # Shards whose loops run in step with this one may need the prefill when this one does not.
-    used_up = needs_prefill(job, state)
+    # This shard may run the prefill only because another one needs it; it then keeps its buffer.
+    is_needed = needs_prefill(job, state)
     buffer = jax.tree.map(
-        lambda new, old: jnp.where(used_up, new, old), output.cache, state.prefill_buffer
+        lambda new, old: jnp.where(is_needed, new, old), output.cache, state.prefill_buffer
     )
+    record = state.routing
     if record is not None:
         record = routing.record_prefill(
             record,
             job.model.architecture.num_experts,
             output.auxiliary["routed_experts"],
             is_prompt_GxP > 0,
-            used_up,
+            is_needed,
         )
     return state._replace(
-        prefilled=state.prefilled + used_up * job.group, prefill_buffer=buffer, routing=record
+        prefilled=state.prefilled + is_needed * job.group, prefill_buffer=buffer, routing=record
     )
 
 
 def decode_and_answer(job: DecodeJob, state: DecodeState) -> DecodeState:
-    """Decode one token per slot; then answer turns, if there is an environment."""
+    """Decode one token per slot; then let the environment, if there is one, answer turns."""
     state = decode_step(job, state)
     if state.dialogues is None:
         return state
-    # A loop instead of a `cond`, as above. It runs at most once: then no turn waits any more.
+    # A loop instead of a `cond`, as in `refill_and_decode`; it runs at most once.
     return jax.lax.while_loop(
         functools.partial(dialogues.should_answer, job),
         functools.partial(dialogues.answer_turns, job),
@@ -190,12 +189,12 @@ def decode_and_answer(job: DecodeJob, state: DecodeState) -> DecodeState:
 
 
 def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
-    """Run each slot's last token, draw and record the next one; drop what idle slots draw."""
+    """Run the last token of each slot's sample, then draw and record the next one."""
     slots = state.slots
-    # An idle slot computes for the last sample; its results are dropped.
+    # Idle slots, whose sample is N, compute for the last sample; their results are dropped.
     sample_B = jnp.minimum(slots.sample, job.samples - 1)
-    prompts_B = job.prompts.lengths[sample_B // job.options.n] - job.start_of(sample_B)
-    positions_B = jnp.where(busy_slots(job, state), prompts_B + slots.drawn - 1, 0)
+    prompt_lengths_B = job.prompts.lengths[sample_B // job.options.n] - job.start_of(sample_B)
+    positions_B = jnp.where(busy_slots(job, state), prompt_lengths_B + slots.drawn - 1, 0)
     decoded: TransformerOutput = job.model.apply(  # type: ignore[assignment]
         {"params": job.params}, slots.token[:, None], positions_B[:, None], cache=slots.cache
     )
@@ -215,9 +214,9 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     if state.dialogues is not None:
         return dialogues.record_turns(job, state, draws, decoded.cache)
     state, finishes_B = record_draws(job, state, slots.sample, draws, decoded.cache)
-    # The limit ends a response without finishing it.
+    # A response that reaches the limit ends without being finished.
     ended_B = finishes_B | (state.slots.drawn == job.limit_of(sample_B))
-    # An ended sample leaves its slot at once: N marks the slot as idle.
+    # An ended sample leaves its slot at once; N, `job.samples`, marks the slot as idle.
     return state._replace(
         slots=state.slots._replace(sample=jnp.where(ended_B, job.samples, slots.sample)),
         finished=state.finished.at[slots.sample].set(finishes_B, mode="drop"),
@@ -229,10 +228,10 @@ def sampler_program(
     options: SamplingOptions,
     split_rows: Callable[[Callable], Callable] = lambda function: function,
 ) -> Any:
-    """Return the jitted `generate_responses`, of parameters, prompts and a key.
+    """Return `generate_responses` compiled, a function (params, prompts, key, first sample index).
 
     `model` is unrolled. `split_rows` wraps `generate(params, prompts, indices, key)` so that each
-    row shard of the mesh runs it on its own rows: it refills its slots from its own queue.
+    row shard of the mesh runs it on its rows, with separate slots and a separate queue.
     """
 
     def generate_from(
@@ -240,10 +239,10 @@ def sampler_program(
     ) -> Rollout:
         count = len(prompts.lengths)
         missing = num_padded_rows(count) - count
-        # The index addresses a sample's random numbers, wherever the sample is decoded.
+        # A sample's random numbers depend on its index, not on where it is decoded.
         indices_N = first_sample_index + jnp.arange(count * options.n)
         generate = functools.partial(generate_responses, model, options)
-        # Prompts are padded to a multiple of the devices; padding is not answered.
+        # Prompts are padded to a multiple of the devices; the padding gets no responses.
         prompts = Prompts(
             tokens=jnp.pad(prompts.tokens, ((0, missing), (0, 0))),
             lengths=jnp.pad(prompts.lengths, (0, missing), constant_values=1),
@@ -257,7 +256,7 @@ def sampler_program(
 
 
 def drop_padding(rollout: Rollout, count: int) -> Rollout:
-    """Return the first `count` samples, inside a compiled function."""
+    """Return the first `count` samples of a rollout; call it inside a compiled function."""
     # `slot_steps` has one entry per queue of prompts, not per sample.
     samples = dataclasses.replace(rollout, slot_steps=None)
     samples = jax.tree.map(lambda x: drop_padded_rows(x, count), samples)

@@ -214,8 +214,8 @@ SAMPLING_AND_CACHE = [
         source="unsloth#3795, unsloth#3803: one position for all rows of a left-padded batch",
         test=f"{TEST_GENERATE}::test_logprobs_are_those_of_a_full_forward_pass",
         where="decode_step",
-        old="jnp.where(busy_slots(job, state), prompts_B + slots.drawn - 1, 0)",
-        new="jnp.broadcast_to((prompts_B + slots.drawn - 1).max(), prompts_B.shape)",
+        old="jnp.where(busy_slots(job, state), prompt_lengths_B + slots.drawn - 1, 0)",
+        new="jnp.broadcast_to((prompt_lengths_B + slots.drawn - 1).max(), prompt_lengths_B.shape)",
     ),
     Exhibit(
         name="a_slot_keeps_the_position_of_the_previous_sample",
