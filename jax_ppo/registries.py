@@ -1,12 +1,12 @@
-"""The estimators, losses, aggregations and engines that options name.
+"""Tables of the estimators, losses, aggregations, schedules and engines that options select.
 
-Each is one entry below: its function as "module:function", what it needs, one line about it and its
-paper. The options' choices and their documentation, validation, notes, translation and the memory
-plan read the entries. To add one, write its function and its entry. This module is loaded before
-jax, so functions are imported when they are first called for.
+Each is one entry below: its function as "module:function", its requirements, one line about it and
+its paper. The options' choices and their documentation, validation, notes, translation and the
+memory plan use the entries. To add one, write its function and its entry. This module is loaded
+before jax, so functions are imported at their first use.
 
-Options that accept `module:function` take the user's functions, too; `Registry.lookup` returns for
-them an entry that needs nothing.
+Options that accept `module:function` also take a user's function; `Registry.lookup` then returns an
+entry without requirements.
 """
 
 import dataclasses
@@ -31,9 +31,9 @@ def inputs_named(function: Callable[..., Any], inputs: Mapping[str, Any]) -> dic
     return {name: value for name, value in inputs.items() if name in parameters}
 
 
-def _need(words: str) -> Any:
-    """Return a field that says whether an entry needs something, by default not."""
-    return dataclasses.field(default=False, metadata={"need": words})
+def _need(text: str) -> Any:
+    """Return a bool field, by default False; if it is True, the entry's `needs` have the text."""
+    return dataclasses.field(default=False, metadata={"need": text})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Entry:
     """A value that an option can have."""
 
     name: str  # the option's value
-    path: str  # "module:function" of what computes it
-    summary: str  # what it is, in a few words
+    path: str  # "module:function" or "module:Class"
+    summary: str  # its meaning, in a few words
     _: dataclasses.KW_ONLY
-    when: str = ""  # when to use it, in a few words
+    when: str = ""  # completes "use it when"
     source: str = ""  # paper and equation, or the program that it comes from
     other_names: tuple[str, ...] = ()  # its names in other programs
-    # By the function's arguments, the options that set them, which stand in the section of the
-    # registry's first option.
+    # Maps arguments of the function to the options that set them, in the section of the registry's
+    # first option.
     arguments: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
@@ -58,7 +58,7 @@ class Entry:
 
     @property
     def needs(self) -> Iterator[str]:
-        """Yield what it needs, in words."""
+        """Yield its requirements, as text for the documentation."""
         for field in dataclasses.fields(self):
             if "need" in field.metadata and getattr(self, field.name):
                 yield field.metadata["need"]
@@ -76,7 +76,7 @@ E = TypeVar("E", bound=Entry)
 
 
 class Registry(dict[str, E], Generic[E]):
-    """Entries by name: of a type, called `title` in the plural, and named by `options`."""
+    """Entries of one type, by name; `options` select one, and `title` is their heading in docs."""
 
     def __init__(self, kind: type[E], title: str, options: tuple[str, ...], *entries: E) -> None:
         super().__init__((entry.name, entry) for entry in entries)
@@ -92,11 +92,11 @@ class Registry(dict[str, E], Generic[E]):
         return self[name]
 
     def names(self, is_meant: Callable[[E], bool]) -> tuple[str, ...]:
-        """Return the names of the entries for which `is_meant` returns True."""
+        """Return the names of the entries that satisfy `is_meant`."""
         return tuple(name for name, entry in self.items() if is_meant(entry))
 
     def other_names(self) -> dict[str, str]:
-        """Return the entries' names by their names in other programs."""
+        """Return a map from names in other programs to the entries' names."""
         return {other: name for name, entry in self.items() for other in entry.other_names}
 
     def markdown(self) -> str:
@@ -123,25 +123,25 @@ class AdvantageEstimator(Entry):
 
     needs_critic: bool = _need("a critic")
     reads_turns: bool = _need("dialogues: a response without an environment is one turn")
-    values_turns: bool = False  # only values of states in which turns start are read, and learned
-    needs_groups: bool = _need("several responses per prompt")  # which it compares
+    values_turns: bool = False  # the critic learns, and it uses, only values where turns start
+    needs_groups: bool = _need("several responses per prompt")
     # Advantages are whitened over the rollout unless `algorithm.whiten_advantages` is set.
     whitens: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyLossEntry(Entry):
-    """A loss of the protocol of kernels/policy_losses.py; gets what its parameters name."""
+    """A loss, see kernels/policy_losses.py; its parameters name its inputs."""
 
-    # Its authors' `clip_ratio_low` and `clip_ratio_high`, if they bound something else than the
-    # ratio of a token.
+    # Its authors' `clip_ratio_low` and `clip_ratio_high`, unless they bound the ratio of a single
+    # token.
     authors_clip: tuple[str, str] | None = None
     # It is biased once the policy has changed.
     needs_one_update: bool = _need("one optimizer step per rollout")
 
     @property
     def needs(self) -> Iterator[str]:
-        """Yield what it needs, in words."""
+        """Yield its requirements, as text for the documentation."""
         if self.authors_clip:
             low, high = self.authors_clip
             yield f"`actor.clip_ratio_low={low}`, `actor.clip_ratio_high={high}`"
@@ -152,15 +152,15 @@ class PolicyLossEntry(Entry):
 class KLEstimator(Entry):
     """A function of d = log actor(token) - log reference(token); see kernels/kl.py."""
 
-    # The function sums over the vocabulary instead, from hidden states.
+    # Instead of d the function takes hidden states, and it sums over the vocabulary.
     needs_vocabulary: bool = False
     in_reward: bool = True  # it may be used in the reward, where only its value counts
-    unbiased_in_reward: bool = False  # in the reward it follows the gradient of the KL
-    restrains_in_loss: bool = True  # in the loss it has an expected gradient
+    unbiased_in_reward: bool = False  # in the reward, its expected gradient is the KL's
+    restrains_in_loss: bool = True  # in the loss, its expected gradient is not 0
 
     @property
     def needs(self) -> Iterator[str]:
-        """Yield what it needs, in words."""
+        """Yield its requirements, as text for the documentation."""
         yield "a reference"
         if self.needs_vocabulary:
             yield "the whole vocabulary: in the loss, a pass of the reference per micro-batch"
@@ -172,14 +172,14 @@ class KLEstimator(Entry):
 class Aggregation(Entry):
     """How the losses of a mini-batch's tokens are averaged; see `kernels.losses.loss_weights`."""
 
-    needs_scale: bool = _need("`actor.loss_scale_factor`")  # a constant that it divides by
+    needs_scale: bool = _need("`actor.loss_scale_factor`")  # its divisor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KLController(Entry):
     """A function (options, coefficient, measured KL, samples of the step) -> next coefficient."""
 
-    # It reads the measured KL, and its coefficient continues when a run resumes.
+    # The coefficient depends on the measured KL; a resumed run continues with its last value.
     adapts: bool = False
 
 
@@ -188,25 +188,25 @@ class RolloutEngineEntry(Entry):
     """A class that generates responses, as sampler/engine.py describes.
 
     A user's class is called with `mesh`, `actor` and `params`. An external engine samples outside
-    of JAX; it is also called with `options`, the section `rollout`, `folder`, the actor's, and
+    of JAX; it is also called with `options` (the section `rollout`), `folder` (the actor's) and
     `max_length`.
     """
 
     # It gets the weights as files, and rounds differently from the trainer.
     is_external: bool = False
-    is_server: bool = False  # it is a program that is reached over HTTP, at `rollout.url`
-    requirement: str = ""  # what it needs, in words
+    is_server: bool = False  # it is another program, which is called over HTTP
+    requirement: str = ""  # the only item of `needs`; empty: none
 
     @property
     def needs(self) -> Iterator[str]:
-        """Yield what it needs, in words."""
+        """Yield its requirements, as text for the documentation."""
         if self.requirement:
             yield self.requirement
 
 
 # fmt: off
-# Without the formatter, as in config/schema.py: an entry is read as a paragraph of its name and
-# function, its meaning, when to use it, its source and what else is known of it.
+# Without the formatter, as in config/schema.py, so that an entry reads as a paragraph: name and
+# function, meaning, when to use it, source and further facts.
 ADVANTAGE_ESTIMATORS = Registry(
     AdvantageEstimator, "Advantage estimators", ("algorithm.adv_estimator",),
     AdvantageEstimator("gae", "jax_ppo.kernels.advantages:gae",
@@ -216,7 +216,7 @@ ADVANTAGE_ESTIMATORS = Registry(
         needs_critic=True, whitens=True, arguments={"gamma": "gamma", "lam": "lam"}),
     AdvantageEstimator("turn_gae", "jax_ppo.kernels.advantages:turn_gae",
         "generalized advantage estimation over the turns of dialogues",
-        when="turns are long and differ in length, and what counts is which of them were good",
+        when="turns are long and differ in length, and credit should go to whole turns",
         source="Li et al. 2025, arXiv 2512.17008",
         other_names=("turn_level_gae", "turn_wise_gae"), needs_critic=True, reads_turns=True,
         values_turns=True, whitens=True, arguments={"gamma": "turn_gamma", "lam": "turn_lam"}),
@@ -227,18 +227,18 @@ ADVANTAGE_ESTIMATORS = Registry(
         needs_critic=True, reads_turns=True, whitens=True,
         arguments={name: name for name in ("gamma", "lam", "turn_gamma", "turn_lam")}),
     AdvantageEstimator("grpo", "jax_ppo.kernels.advantages:grpo",
-        "score less the mean of the prompt's responses, divided by their deviation",
+        "score minus the mean of the prompt's responses, divided by their standard deviation",
         when="results should compare with published GRPO runs",
         source="Shao et al. 2024, arXiv 2402.03300",
         other_names=("group_norm",), needs_groups=True,
         arguments={"by_std": "norm_adv_by_std_in_grpo"}),
     AdvantageEstimator("dr_grpo", "jax_ppo.kernels.advantages:group_mean_baseline",
-        "score less the mean of the prompt's responses, not divided",
+        "score minus the mean of the prompt's responses, not divided",
         when="prompts differ in difficulty; with `seq-mean-token-sum-norm` as in its paper",
         source="Liu et al. 2025, arXiv 2503.20783",
         needs_groups=True),
     AdvantageEstimator("rloo", "jax_ppo.kernels.advantages:rloo",
-        "score less the mean of the prompt's other responses",
+        "score minus the mean of the prompt's other responses",
         when="there is no memory for a critic and the gradient should be unbiased",
         source="Kool et al. 2019; Ahmadian et al. 2024, arXiv 2402.14740",
         needs_groups=True),
@@ -249,15 +249,15 @@ ADVANTAGE_ESTIMATORS = Registry(
         other_names=("reinforce",), whitens=True, arguments={"gamma": "gamma"}),
     AdvantageEstimator("reinforce_plus_plus_baseline",
         "jax_ppo.kernels.advantages:group_mean_baseline",
-        "score less the mean of the prompt's responses",
-        when="rewards have another scale than advantages should have",
+        "score minus the mean of the prompt's responses",
+        when="the scale of rewards should not matter",
         source="Hu et al. 2025, arXiv 2501.03262",
         other_names=("reinforce_baseline",), needs_groups=True, whitens=True))
 
 POLICY_LOSSES = Registry(PolicyLossEntry, "Policy losses", ("actor.policy_loss",),
     PolicyLossEntry("vanilla", "jax_ppo.kernels.losses:clipped_surrogate",
         "PPO's clip",
-        when="nothing speaks for another; it is safe for several optimizer steps per rollout",
+        when="you have no reason for another; it is safe for several optimizer steps per rollout",
         source="Schulman et al. 2017, arXiv 1707.06347, eq. 7",
         other_names=("ppo",)),
     PolicyLossEntry("importance", "jax_ppo.kernels.policy_losses:importance",
@@ -276,7 +276,7 @@ POLICY_LOSSES = Registry(PolicyLossEntry, "Policy losses", ("actor.policy_loss",
         other_names=("geo_mean",)),
     PolicyLossEntry("cispo", "jax_ppo.kernels.policy_losses:cispo",
         "truncated ratio as a weight",
-        when="the clip stops tokens worth learning, such as rare words that turn a proof",
+        when="clipping would exclude tokens worth learning, such as rare words that turn a proof",
         source="MiniMax-M1 2025, arXiv 2506.13585"),
     PolicyLossEntry("reinforce", "jax_ppo.kernels.policy_losses:reinforce",
         "no ratio",
@@ -340,7 +340,7 @@ IMPORTANCE_WEIGHTS = Registry(Entry, "Importance weights", ("algorithm.rollout_i
         when="sampler and trainer round differently; masked from 0.5 to 5 it is IcePop",
         source="Espeholt et al. 2018, arXiv 1802.01561; IcePop: Ling team 2025, arXiv 2510.18855"),
     Entry("sequence", "jax_ppo.kernels.importance:sequence_log_ratio",
-        "product over the response, the one without bias where nothing is bounded",
+        "product over the response; unbiased as long as no bound applies",
         when="responses are short, or the sampler's weights are older",
         source="Hilton et al. 2022, arXiv 2110.00641; masked: https://richardli.xyz/rl-collapse"),
     Entry("geometric", "jax_ppo.kernels.importance:sequence_mean_log_ratio",
@@ -366,20 +366,20 @@ LEARNING_RATE_SCHEDULES = Registry(
     Entry("constant", "jax_ppo.training.optimizer:constant_rate",
         "`lr` after the warm-up"),
     Entry("linear", "jax_ppo.training.optimizer:linear_rate",
-        "falls in a line to `lr` x `min_lr_ratio` at the end of the run"),
+        "falls linearly to `lr` x `min_lr_ratio` at the end of the run"),
     Entry("cosine", "jax_ppo.training.optimizer:cosine_rate",
         "falls along half a cosine to `lr` x `min_lr_ratio` at the end of the run",
         source="Loshchilov & Hutter 2017, arXiv 1608.03983"))
 
 ROLLOUT_ENGINES = Registry(RolloutEngineEntry, "Rollout engines", ("rollout.engine",),
     RolloutEngineEntry("built-in", "jax_ppo.sampler.built_in:BuiltInEngine",
-        "decodes on the devices of the training",
+        "decodes on the devices that train",
         when="always, unless another engine was measured to be faster; the only one with "
         "environments, records of draws and a plan of its memory"),
     RolloutEngineEntry("transformers", "jax_ppo.sampler.engines.hugging_face:HuggingFaceEngine",
         "`generate` of Hugging Face transformers, on the CPU of this process",
-        when="another implementation of the model is to be compared with; draws the tokens that "
-        "the built-in engine draws, up to rounding",
+        when="you compare with another implementation of the model; draws the same tokens as the "
+        "built-in engine, up to rounding",
         requirement="torch", other_names=("hf",), is_external=True),
     RolloutEngineEntry("vllm", "jax_ppo.sampler.engines.server:ServerEngine",
         "a vLLM that the run starts, or one at `rollout.url`",
@@ -387,7 +387,7 @@ ROLLOUT_ENGINES = Registry(RolloutEngineEntry, "Rollout engines", ("rollout.engi
         requirement="`rollout.vllm.python` or `rollout.url`", is_external=True, is_server=True),
     RolloutEngineEntry("openai", "jax_ppo.sampler.engines.server:ServerEngine",
         "a running server that takes and returns token ids: SGLang, vLLM, or completions",
-        when="such a server runs already, also on another machine",
+        when="such a server is already running, here or on another machine",
         requirement="`rollout.url`", other_names=("sglang",), is_external=True, is_server=True))
 
 # fmt: on

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 COMMANDS = ("train", "critic", "evaluate", "score", "sft", "reward_model")
-# Those that read an option: all where nothing is said. `plan` takes the options of `train`.
+# Groups of commands for `read_by`. `plan` takes the options of `train`.
 POLICY = ("train",)
 PPO = ("train", "critic")
 SAMPLING = (*PPO, "evaluate")
@@ -25,38 +25,37 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class OptionRule:
-    """A condition on other options, and what follows from it for a value that is not the default.
+    """A condition, mostly on other options, under which an option may differ from its default.
 
-    Unless it is met, the value is an error where the rule has a message, and otherwise has no
-    effect, which is noted.
+    Where it is not met, a value other than the default is an error if the rule has a message;
+    otherwise the value has no effect, and a note says so.
     """
 
     is_met: Callable[[Any], object]  # whether a `Config` meets the condition
-    # The condition in words, for notes and the reference page: "`critic.path` is set"; empty: the
+    # The condition as text, for notes and the reference page: "`critic.path` is set"; empty: the
     # page does not mention the rule.
     summary: str
-    # The text of the error after `config.NAME=VALUE: `. Filled in are fields of the `Config`, such
-    # as `{c.actor.clip_ratio!r}`, the `{command}`, the option's `{default!r}` and `{meaning}`.
+    # The error's text after `config.NAME=VALUE: `, a template with the `Config` as `c`, such as
+    # `{c.actor.clip_ratio!r}`, the `{command}`, and the option's `{default!r}` and `{meaning}`.
     message: str = ""
-    at_default: bool = False  # an error also for the default
-    commands: tuple[str, ...] = ()  # those that it is for; none: those that read the option
-    # Where the condition is met, only the first step reads the option, so that a resumed run keeps
-    # its first result.
+    at_default: bool = False  # whether the default is an error, too
+    commands: tuple[str, ...] = ()  # the commands it applies to; empty: all that read the option
+    # Where the condition is met, only the first step uses the option; a resumed run ignores it.
     first_step_only: bool = False
 
     @property
     def is_noted(self) -> bool:
-        """Return whether a value has no effect unless the condition is met."""
+        """Return whether a value has no effect, and is noted, unless the condition is met."""
         return not self.message and not self.first_step_only
 
 
 def unread_unless(rule: OptionRule) -> OptionRule:
-    """Return the rule of an option that has no effect where another's value would be an error."""
+    """Return the rule without its error: where it is not met, a value has no effect."""
     return dataclasses.replace(rule, message="")
 
 
 def first_step_only_if(rule: OptionRule) -> OptionRule:
-    """Return the rule of an option that only the first step reads where a condition is met."""
+    """Return the rule that only the first step uses an option where the condition is met."""
     return dataclasses.replace(rule, message="", first_step_only=True)
 
 
@@ -81,7 +80,7 @@ class Facts:
     above: Bound | None = None  # exclusive lower bound
     at_most: Bound | None = None  # inclusive upper bound
     below: Bound | None = None  # exclusive upper bound
-    not_zero: bool = False  # of a number that may also be -1
+    not_zero: bool = False  # 0 is refused, although the bounds permit it
     # The commands that read the option; `None`: as in its section, or all.
     read_by: tuple[str, ...] | None = None
     rules: tuple[OptionRule, ...] = ()  # in the order in which they are applied
@@ -89,8 +88,8 @@ class Facts:
     fixed_on_resume: bool | None = None
 
     def inherit(self, section: Facts) -> Facts:
-        """Return these facts, completed by the enclosing section's."""
-        # Rules add up; any other fact of the option replaces the section's.
+        """Return these facts, with those of the enclosing section where this has none."""
+        # Rules are the exception: those of the section and of the option all apply.
         fixed = self.fixed_on_resume
         return dataclasses.replace(
             self,
@@ -127,14 +126,14 @@ def option(default: T, doc: str, **facts: Any) -> T:
 
 
 def redeclare(cls: type, name: str, **facts: Any) -> Any:
-    """Declare an option of another section again, with other facts, but its default and meaning."""
+    """Declare an option with the default, meaning and facts of another section's; override some."""
     field = next(field for field in dataclasses.fields(cls) if field.name == name)
     metadata = {"facts": dataclasses.replace(field.metadata["facts"], **facts)}
     return dataclasses.field(default=field.default, metadata=metadata)
 
 
 def section(cls: type[T], **facts: Any) -> T:
-    """Declare a section of options, which inherit the facts, as a dataclass field."""
+    """Declare a section as a dataclass field; its options inherit the facts."""
     metadata = {"facts": Facts(**facts)}
     return typing.cast(T, dataclasses.field(default_factory=cls, metadata=metadata))
 
