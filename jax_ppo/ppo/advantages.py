@@ -84,8 +84,8 @@ def critic_values(
 ) -> tuple[Tokens, Float32[Array, " B"]]:
     """Return values in units of reward, and the value that each response bootstraps from.
 
-    The latter is the value of the state after the response's last token, whoever chose that token,
-    if the response was truncated and bootstrapping is configured; otherwise it is 0.
+    The latter is that of the state after the response's last token if it was truncated and
+    bootstrapping is configured; otherwise 0.
     """
     bootstraps = options.algorithm.bootstrap_truncated
     assert outputs.values is not None, "GAE needs a critic's values"
@@ -206,8 +206,7 @@ def critic_free_advantages(
 ) -> tuple[Tokens, Metrics]:
     """Return advantages without a critic, 0 where the mask is, and a user-defined one's metrics.
 
-    `n` is the number of responses per prompt. Raise `UserError` unless there is one number per
-    response or per token, and metrics are scalars.
+    Raise `UserError` unless there is one number per response or per token, and metrics are scalars.
     """
     name = algorithm.adv_estimator
     function = load_estimator(name)

@@ -162,11 +162,10 @@ def join_sequences(rollout: Rollout, length: int) -> Sequences:
 def reuses_logprobs(config: Config) -> bool:
     """Return whether the sampler's log-probs replace a forward pass of the old policy.
 
-    In float32 the two differ by 1e-6 on CPU, unless decoding rounds the weights to int8. On other
-    platforms float32 products are rounded to fewer bits, and differently from program to program.
-    If the update takes one optimizer step per rollout, it uses the log-probs that it differentiates
-    as the old ones (a ratio of 1), and the sampler's are only reported, unless the reward
-    contains a KL, to reference or teacher, or a controller follows it.
+    In float32 the two differ by 1e-6 on CPU, unless decoding rounds the weights to int8; elsewhere
+    float32 products are rounded differently from program to program. An update of one optimizer
+    step takes the log-probs that it differentiates as the old ones, and the sampler's are only
+    reported, unless the reward contains a KL, to reference or teacher, or a controller follows it.
     """
     if config.rollout.exact:
         return True  # they are a forward pass's
@@ -223,9 +222,9 @@ def forward_part(
 ) -> ForwardOutputs:
     """Return the outputs of one part; the other fields are `None`.
 
-    `part` is "policy" for actor and reference, and for the values if they share the actor's trunk;
-    "critic" for the values otherwise; "teacher" for the teacher's log-probs. `draw_keys` are the
-    data of each sample's random key if tokens are drawn again.
+    `part` is "policy" for actor and reference, and for values if they share the actor's trunk;
+    "critic" for values otherwise; or "teacher". `draw_keys` are the data of the samples' random
+    keys if tokens are drawn again.
     """
     rows_of_batches, micro_batches = packed
     samples = len(sequences.lengths)
@@ -349,13 +348,10 @@ def reward_model_scores(
     packed: PackedRows,
     position: str,
 ) -> Float32[Array, " B"]:
-    """Return the reward model's score of each sample.
+    """Return the reward model's score of each sample: a decoder's output at one of its last tokens.
 
-    A decoder's score is its output at one of the sample's last tokens, an encoder's that at its
-    first.
-
-    `sequences` are the rollout, or its texts in the reward model's tokens; `position` is
-    `config.reward.score_position`.
+    An encoder's is that at its first. `sequences` are the rollout, or its texts in the reward
+    model's tokens; `position` is `config.reward.score_position`.
     """
     if isinstance(model, Deberta):
         # An encoder's head reads the first token, wherever the text ends.

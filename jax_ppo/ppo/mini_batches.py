@@ -90,9 +90,8 @@ class RolloutPacker:
     ) -> tuple[MiniBatches, int, Packing]:
         """Divide the whole rollout again in each epoch, and pack each mini-batch separately.
 
-        Returns:
-          (the mini-batches, the number of places for tokens in the micro-batches that hold any, the
-          rows on the host).
+        Returns them, the number of places for tokens in micro-batches that hold any, and rows on
+        the host.
         """
         samples = len(lengths)
         mini_batches_per_epoch = self.prompts_per_step // partition.prompts_per_mini_batch

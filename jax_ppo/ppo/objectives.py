@@ -69,7 +69,7 @@ class UpdateOptions:
     critic_warmup: int  # first steps of the run, in which only the critic learns
     loss_scale: float  # tokens, the divisor of "seq-mean-token-sum-norm" of both roles
     rounding_seed: int  # the run's seed if either role rounds to bfloat16, else 0
-    is_exact: bool = False  # whether to count log-probs whose bits differ from the rollout's
+    is_exact: bool = False  # whether to count log-probs that differ from the rollout's
 
     @classmethod
     def from_config(cls, config: Config) -> "UpdateOptions":
@@ -209,13 +209,9 @@ class ActorObjective(RolloutObjective):
         if not actor.entropy_coeff:
             # A coefficient of 0 would not keep the entropy's backward pass from running.
             entropy_RxL = jax.lax.stop_gradient(entropy_RxL)
+        members_B = policy_weights.sequence > 0
         inputs = policy_loss_inputs(
-            actor,
-            logprobs_RxL,
-            rows,
-            experience,
-            members_B=policy_weights.sequence > 0,
-            is_on_policy=options.is_on_policy,
+            actor, logprobs_RxL, rows, experience, members_B, options.is_on_policy
         )
         policy, plugin_metrics = compute_policy_loss(actor.policy_loss, inputs)
         # Weights for tokens that an older policy or another program sampled.
@@ -239,17 +235,10 @@ class ActorObjective(RolloutObjective):
             loss += actor.router_aux_loss_coef * router_loss
             metrics["actor/router_loss"] = router_loss
         metrics["actor/loss"] = loss  # without a shared critic's, added below
-        for name, per_token in plugin_metrics.items():
-            metrics[f"actor/{name}"] = jnp.sum(token_weights.mean * per_token)
-        metrics |= policy_metrics(policy, entropy_RxL, token_weights.mean)
+        metrics |= policy_metrics(policy, entropy_RxL, plugin_metrics, token_weights.mean)
         if options.is_exact:
-            bits, old_bits = (
-                jax.lax.bitcast_convert_type(x, jnp.int32)
-                for x in (logprobs_RxL, inputs.batch.old_logprobs)
-            )
-            metrics["actor/inexact_logprobs"] = jnp.sum(
-                rows.mask & (bits != old_bits), dtype=jnp.float32
-            )
+            differs_RxL = rows.mask & (logprobs_RxL != inputs.batch.old_logprobs)
+            metrics["actor/inexact_logprobs"] = jnp.sum(differs_RxL, dtype=jnp.float32)
         if value_weights is not None:
             value_part, critic_metrics = weighted_value_loss(
                 options.critic,

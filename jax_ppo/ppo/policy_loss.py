@@ -104,9 +104,12 @@ def compute_policy_loss(name: str, inputs: LossInputs) -> tuple[PolicyLoss, Metr
 
 
 def policy_metrics(
-    policy: PolicyLoss, entropy: Float[Array, "R L"], weights: Float32[Array, "R L"]
+    policy: PolicyLoss,
+    entropy: Float[Array, "R L"],
+    others: Metrics,
+    weights: Float32[Array, "R L"],
 ) -> Metrics:
-    """Return metrics of how far the policy has moved since the rollout.
+    """Return metrics of how far the policy has moved since the rollout, and means of others.
 
     `weights` are those of the tokens in means over the mini-batch.
     """
@@ -118,6 +121,7 @@ def policy_metrics(
     # Reported twice: over all steps, and of the first step alone (FIRST_MAX).
     log_ratio_max = jnp.where(counts, jnp.abs(policy.log_ratio), 0).max()
     return {
+        **{f"actor/{name}": mean(per_token) for name, per_token in others.items()},
         "actor/entropy": mean(entropy),
         # Schulman's k3 of the update itself: non-negative, 0 while the policy has not moved.
         "actor/approx_kl": mean(jnp.expm1(policy.log_ratio) - policy.log_ratio),

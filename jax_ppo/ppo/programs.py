@@ -154,8 +154,8 @@ def take_step_on_shapes(
 ) -> None:
     """Take a step and, if there is one, the next; call it inside `run_on_shapes`.
 
-    `state` has shapes, those of both steps. `batches` are for these steps alone: their position and
-    solve rates change. The second step compiles only what reads something that the first one left.
+    `state` has shapes, those of both steps. `batches` are for these steps alone: their position
+    changes. The second step compiles only what reads something that the first one left.
     """
     rules = _RewardShapes(**vars(parts.rules), reads_rollout=parts.reads_rollout)
     parts = dataclasses.replace(

@@ -131,8 +131,7 @@ def shape_scores(
 ) -> Float32[Array, " B"]:
     """Normalize and clip the samples' scores, then subtract penalties for ending and length.
 
-    Lengths count all tokens of a response, including those that the policy did not choose: a
-    penalty for length is about the cost of the whole response.
+    Lengths count all tokens of a response: a penalty is about the cost of the whole response.
     """
     reward = options.reward
     if moments is not None:
@@ -280,9 +279,8 @@ def add_kl_penalty(
 def get_kl_estimator(name: str, option: str) -> KLFunction:
     """Return what `kernels.kl.kl_estimate` takes for the value of an option.
 
-    A user-defined function gets d = log actor(token) - log reference(token), of any shape and
-    0 at tokens that do not count, and returns one number per token. In the loss it is
-    differentiated through d. A result of another shape raises `UserError`.
+    A user-defined function gets d = log actor(token) - log reference(token), of any shape and 0 at
+    tokens that do not count, and returns one number per token; otherwise `UserError` is raised.
     """
     if name in KL_ESTIMATORS:
         return KL_ESTIMATORS[name].function

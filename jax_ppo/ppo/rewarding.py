@@ -90,9 +90,9 @@ def policy_text(
 ) -> str:
     """Return what the policy wrote in a dialogue, which rules read, a line for each turn.
 
-    `response` [length], `is_action` and `starts`, bool [T], are as in `Rollout`. A turn begins at
-    a start, as after an empty observation, and after tokens that the policy did not choose, with
-    the mark of the thought that these have opened.
+    `response` [length], `is_action` and `starts`, bool [T], are as in `Rollout`. A turn begins at a
+    start and after tokens that the policy did not choose, with the mark of a thought that these
+    opened.
     """
     is_action, starts = is_action[: len(response)], starts[: len(response)]
     borders = np.flatnonzero(np.diff(is_action) | starts[1:]) + 1
@@ -335,8 +335,8 @@ def gather_samples(
 ) -> dict[str, np.ndarray]:
     """Return figures of all processes' samples, float32 [B] by name, NaN where one has none.
 
-    Processes may have different names, since samples need not report the same figures: `per_sample`
-    has [b] by name for this process's samples, which are the rows `indices` of all B = `total`.
+    `per_sample` has [b] by name, not all names in every process, of the rows `indices` of B =
+    `total`.
     """
     # Arrays can only be exchanged once all processes agree on their columns.
     names = sorted(set().union(*distributed.allgather_json(sorted(per_sample))))

@@ -109,8 +109,7 @@ def make_engine(
 ) -> RolloutEngine:
     """Return the engine that samples from the actor, on a separate mesh if it has one.
 
-    `params` has the shapes of the parameters that it samples with, which `update_weights` brings;
-    `mesh` is the run's, `rollout_mesh` the one to decode on.
+    `params` has the shapes of its parameters, which `update_weights` brings; `mesh` is the run's.
     """
     if not meshes.shares_devices(mesh, rollout_mesh):
         built_in = BuiltInEngine(rollout_mesh, actor, params, trained_on=mesh)

@@ -63,9 +63,10 @@ def update_state(
     The trained trees of `state` are donated. `batches` are the mini-batches of each role.
 
     Returns:
-      The new state, and metrics: scalars on the mesh, reduced over a role's optimizer steps as
-      `learner.Metric` states; NaN if no optimizer step had tokens to learn from. While only
-      the critic learns (`trainer.critic_warmup`), the actor's metrics are computed, too.
+      The new state, and metrics: scalars on the mesh, reduced as `learner.Metric` states; NaN if no
+      optimizer step had tokens to learn from. While only the critic learns
+        (`trainer.critic_warmup`),
+      the actor's metrics are computed, too.
     """
     arguments = update_arguments(setup, state, experience, batches)
     trained: dict[str, Trained] = {}

@@ -141,11 +141,9 @@ class Learner:
     ) -> tuple[Params, optax.OptState, Metrics]:
         """Take one optimizer step per mini-batch; `batches` has a leading axis U of them.
 
-        If the bool scalar `update_enabled` is False, metrics are computed, but nothing changes.
-
-        Returns:
-          The new parameters and optimizer state, in the memory they were given in, the host's or
-          the devices', and laid out by `TRAIN_RULES`; and metrics over all optimizer steps.
+        If `update_enabled` is False, metrics are computed, but nothing changes. The new parameters
+        and optimizer state stay in the memory they were given in, laid out by `TRAIN_RULES`;
+        metrics are over all optimizer steps.
         """
 
         def mini_batch(

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,34 +33,21 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class ByRole(Mapping[str, T]):
+class ByRole(dict[str, T]):
     """Values by the names of roles; a role without one is absent. Hashable if the values are."""
 
     def __init__(self, **values: T | None) -> None:
         """Keep the values that are not `None`."""
-        self._values = {name: value for name, value in values.items() if value is not None}
+        super().__init__({name: value for name, value in values.items() if value is not None})
 
-    def __getitem__(self, name: str) -> T:
-        return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __hash__(self) -> int:
-        return hash(frozenset(self._values.items()))
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._values})"
+    def __hash__(self) -> int:  # type: ignore[override]  # nothing changes it
+        return hash(frozenset(self.items()))
 
 
 class Networks(ByRole[Any]):
     """The models that the parameter trees belong to; a static argument of compiled functions.
 
-    The reference has the actor's model, unless it is adapters (`reference_adapters`). A model with
-    `lora` runs on adapters joined with their base, see `full_parameters`.
+    The reference has the actor's model, unless it is adapters (`reference_adapters`).
     """
 
     @property
@@ -95,10 +81,9 @@ class Networks(ByRole[Any]):
 class Folders(ByRole[Path]):
     """The folder of each role's checkpoint, in Hugging Face format.
 
-    The actor's is the base of all adapters with `model.lora`; `adapters` is the folder that its
-    adapters start from, absent for new ones. With `model.lora` the folder of another role may have
-    adapters on the same base. If the critic's is the actor's, it starts with the actor's adapters.
-    A reference without a folder is a copy of the actor's checkpoint.
+    With `model.lora` the actor's is the base of all adapters, and `adapters` the folder that the
+    actor's start from, absent for new ones. A role without a folder starts from the actor's
+    checkpoint.
     """
 
     @property

@@ -113,13 +113,14 @@ def descend(
 ) -> tuple[Params, optax.OptState, jax.Array, jax.Array]:
     """Take one optimizer step, unless the gradient is not finite or updates are disabled.
 
-    The step is computed in float32. Parameters and moments keep their types: those in bfloat16 are
-    rounded stochastically, by `key`, the first of `rounding_keys`. A skipped step leaves parameters
-    and optimizer state unchanged to the bit.
+    It is computed in float32. What is stored in bfloat16 is rounded stochastically, by `key`, the
+    first of `rounding_keys`. A skipped step leaves parameters and optimizer state unchanged to the
+    bit.
 
     Returns:
-      The new parameters, the new optimizer state, the global gradient norm before clipping, and
-      whether that norm is finite.
+      The new parameters and optimizer state, the global gradient norm before clipping, and whether
+        it
+      is finite.
     """
     gradients = widen(gradients)
     wide_params = widen(params)

@@ -70,17 +70,11 @@ class ResponsePool(NamedTuple):
 def choose_prompts(
     ended: np.ndarray, batches: np.ndarray, step: int, count: int, max_staleness: int
 ) -> np.ndarray | None:
-    """Return the places in the pool of the G = `count` prompts that leave it, the oldest first.
+    """Return the places in the pool of the `count` prompts that leave it, the oldest first.
 
     `None` if those that must leave, `max_staleness` steps after they entered, are not complete, or
-    not enough others are.
-
-    Args:
-      ended: bool [prompts, n], which responses are complete.
-      batches: int [prompts], the number of the batch that each came with, see `entry_steps`.
-      step: the step, from 0.
-      count: G.
-      max_staleness: see above.
+    not enough others are. `ended`, bool [prompts, n], says which responses are complete, `batches`,
+    int [prompts], with which batch each prompt came; `step` counts from 0.
     """
     complete = np.asarray(ended.all(1))
     must_leave = entry_steps(batches) <= step - max_staleness
@@ -146,8 +140,7 @@ class ContinuedSource(SampleSource):
     ) -> tuple[ResponsePool, np.ndarray, int]:
         """Continue the pool until a step's prompts may leave it.
 
-        Returns:
-          The pool, their places in it, and how many tokens the slots could have drawn.
+        Returns the pool, their places in it, and how many tokens the slots could have drawn.
         """
         config, slot_steps = self._parts.config, 0
         while True:

@@ -151,11 +151,9 @@ def replace_tokens(
 ) -> tuple[Rollout, DrawStates, jax.Array]:
     """End each response with its first token that was drawn differently, if there is one. Pure.
 
-    `tokens_NxT` are the tokens drawn again, `draws` the states before the first token.
-
-    Returns:
-      (the responses; those that changed may continue; the states of the draws after them; how many
-      responses changed).
+    `tokens_NxT` are the tokens drawn again, `draws` the states before the first token. Returns the
+    responses, of which those that changed may continue; the states of the draws after them; and how
+    many changed.
     """
     T = tokens_NxT.shape[1]
     differs_NxT = rollout.action_mask & (tokens_NxT != rollout.responses)

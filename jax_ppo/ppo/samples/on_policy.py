@@ -51,11 +51,8 @@ def sample_batch(
 ) -> SampledBatch:
     """Start sampling responses to the prompts of a step, without waiting for them.
 
-    Then let the observer write the metrics of the last update that was dispatched: the actor is
-    updated by the time that sampling starts. When sampling one step ahead, that is the update of
-    the step before the current one, and its row includes what the host waited for in between.
-
-    `draw` says which of the step's batches it is, from 0.
+    Then the observer writes the metrics of the last update that was dispatched: the actor is
+    updated by the time that sampling starts. `draw` says which of the step's batches it is, from 0.
     """
     batch = next(batches)
     with newest_weights(parts, state, observer) as engine:

@@ -86,12 +86,13 @@ class SelectedSource(SampleSource):
 def choose_groups(differs: np.ndarray, filled: int) -> tuple[np.ndarray, int]:
     """Choose a step's groups from those it has, of which the first `filled` stay, and drawn ones.
 
-    `differs`, bool [G], says whether the rewards of a drawn group differ.
+    `differs`, bool [G], says whether the rewards of a drawn group differ. Places that no such group
+    fills hold drawn groups with equal rewards.
 
     Returns:
       (int [G], indices into the G groups of the step followed by the G drawn ones; how many of
-      them, the first ones, a further draw keeps). If too few groups have different rewards, the
-      other places hold drawn groups with equal rewards.
+        them,
+      the first ones, a further draw keeps).
     """
     size = len(differs)
     useful = np.flatnonzero(differs)[: size - filled]
@@ -101,13 +102,10 @@ def choose_groups(differs: np.ndarray, filled: int) -> tuple[np.ndarray, int]:
 
 
 def choose_responses(scores_Gxn: np.ndarray, keep: int, by: str) -> np.ndarray:
-    """Choose the responses to keep of each group, int [G, keep] in ascending order.
+    """Choose `keep` responses of each group, int [G, keep] in ascending order, by their scores.
 
-    Args:
-      scores_Gxn: scores of n responses per group.
-      keep: how many to keep, at most n.
-      by: "best" keeps the highest scores; "spread" keeps the set of the largest variance, which
-        consists of the lowest and the highest scores (PODS, theorem 1).
+    `by` "best" keeps the highest scores; "spread" the set of the largest variance, which consists
+    of the lowest and the highest scores (PODS, theorem 1).
     """
     n = scores_Gxn.shape[1]
     # Of equal scores the first sample counts as the lowest, so that nothing is left to chance.

@@ -111,8 +111,8 @@ def _describe_skipped(name: str, saved: dict[str, Any]) -> str:
 def are_rows(prompts: Prompts, rows: np.ndarray, training: PromptDataset) -> bool:
     """Return whether prompts [N, P] are what rows of the data, int [N], are now; -1 is any prompt.
 
-    The fingerprint of the data does not say it: they may be in another order since the checkpoint,
-    or have another chat template, which may also write the date.
+    The data's fingerprint does not say it: the order or the chat template may have changed, even a
+    date.
     """
     tokens, lengths = map(placement.to_host, (prompts.tokens, prompts.lengths))
     return len(rows) == len(tokens) and all(
