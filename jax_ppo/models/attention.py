@@ -27,7 +27,7 @@ queries (cuDNN if it is even).
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -82,8 +82,7 @@ def run_attention_over_parts(
     assert segments is not None, "packed rows have segments"
     out: jax.Array
     if program != "splash":
-        products = {"xla": _xla_products, "cudnn": cudnn_products}[program]
-        run_masked = functools.partial(_masked_part, products, **options)
+        run_masked = functools.partial(_attend_to_rows, program, **options)
         out = attend_over_parts(run_masked)(q, k, v, segments)
         return out
     scale = options.pop("scale", None)
@@ -113,19 +112,19 @@ def xla_attention(
     not multiplied with the keys after it or before its first query's sliding window.
     """
     T = q_BxTxHxd.shape[1]
-    k_BxKxTxd = k_BxTxKxd.swapaxes(1, 2)
-    v_BxKxTxd = v_BxTxKxd.swapaxes(1, 2)
-    blocks = [
-        attend_block_of_queries(
-            q_BxTxHxd[:, queries],
-            k_BxKxTxd[:, :, keys],
-            v_BxKxTxd[:, :, keys],
-            visible_in_block(queries, keys, segments_BxT, sliding_window),
-            **options,
-        )
-        for queries, keys in blocks_of_queries(T, query_block_size(T), sliding_window)
-    ]
-    return jnp.concatenate(blocks, axis=1)
+    k_BxKxTxd, v_BxKxTxd = k_BxTxKxd.swapaxes(1, 2), v_BxTxKxd.swapaxes(1, 2)
+
+    def attend_block(queries: slice, keys: slice) -> jax.Array:
+        q, k, v = q_BxTxHxd[:, queries], k_BxKxTxd[:, :, keys], v_BxKxTxd[:, :, keys]
+        of_queries = of_keys = segments_BxT
+        if segments_BxT is not None:
+            of_queries, of_keys = segments_BxT[:, queries], segments_BxT[:, keys]
+        columns_Q = jnp.arange(queries.start, queries.stop)
+        visible = visible_keys(columns_Q, keys, of_queries, of_keys, sliding_window)
+        return attend_block_of_queries(q, k, v, visible, **options)
+
+    blocks = blocks_of_queries(T, query_block_size(T), sliding_window)
+    return jnp.concatenate([attend_block(*block) for block in blocks], axis=1)
 
 
 def query_block_size(length: int) -> int:
@@ -153,18 +152,11 @@ def cudnn_attention(
         if sliding_window is not None:
             options |= {"local_window_size": (sliding_window - 1, 0)}
         return cudnn_products(q_BxTxHxd, k_BxTxKxd, v_BxTxKxd, None, **options)
-
-    def attend_block(queries: slice, keys: slice) -> jax.Array:
-        @forget_mask
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments) -> jax.Array:
-            visible = visible_in_block(queries, keys, segments, sliding_window)
-            return cudnn_products(q, k, v, visible, **options)
-
-        return attend(q_BxTxHxd[:, queries], k_BxTxKxd[:, keys], v_BxTxKxd[:, keys], segments_BxT)
-
     T = q_BxTxHxd.shape[1]
-    columns = blocks_of_queries(T, cudnn_block_size(T), sliding_window, tile=CUDNN_TILE)
-    return jnp.concatenate([attend_block(*block) for block in columns], axis=1)
+    blocks = blocks_of_queries(T, cudnn_block_size(T), sliding_window, tile=CUDNN_TILE)
+    row = RowPart(segments_BxT, segments_BxT, jnp.arange(T))
+    qkv = (q_BxTxHxd, k_BxTxKxd, v_BxTxKxd)
+    return _attend_in_blocks("cudnn", qkv, row, blocks, sliding_window, options)
 
 
 def splash_attention(
@@ -175,8 +167,8 @@ def splash_attention(
     return run_splash_kernel(attend_heads, q, k, v, segments, segments, scale)
 
 
-def _masked_part(
-    products: Callable[..., jax.Array],
+def _attend_to_rows(
+    program: str,
     q_BxQxHxd: Queries,
     k_BxTxKxd: Keys,
     v_BxTxKxd: Keys,
@@ -187,12 +179,27 @@ def _masked_part(
 ) -> Queries:
     """Compute the attention of a device's queries with a program that takes a mask.
 
-    The queries of the first block are in the first half of the row, and read none of the second
-    half. Which earlier blocks a device could skip differs from device to device, but the program
-    does not.
+    The first block of queries reads nothing of the second half of the row. Which earlier blocks a
+    device could skip differs from device to device, but the program does not.
     """
     T = k_BxTxKxd.shape[1]
     block = q_BxQxHxd.shape[1] // 2
+    blocks = [(slice(block), slice(T // 2)), (slice(block, None), slice(T))]
+    if program == "cudnn" and block % 2:
+        blocks = [(slice(None), slice(T))]  # cuDNN takes even numbers of queries
+    qkv = (q_BxQxHxd, k_BxTxKxd, v_BxTxKxd)
+    return _attend_in_blocks(program, qkv, part, blocks, sliding_window, options)
+
+
+def _attend_in_blocks(
+    program: str,
+    qkv: tuple[jax.Array, jax.Array, jax.Array],
+    part: RowPart,
+    blocks: Iterable[tuple[slice, slice]],
+    sliding_window: int | None,
+    options: dict[str, Any],
+) -> Queries:
+    """Return the attention of blocks of queries, each to its keys, with a mask as an array."""
 
     def attend_block(queries: slice, keys: slice) -> jax.Array:
         def attend(
@@ -200,32 +207,17 @@ def _masked_part(
         ) -> jax.Array:
             columns = part.columns[queries]
             visible = visible_keys(columns, keys, of_queries, of_keys, sliding_window)
-            return products(q, k, v, visible, **options)
+            if program == "cudnn":
+                return cudnn_products(q, k, v, visible, **options)
+            keys_first = (k.swapaxes(1, 2), v.swapaxes(1, 2))
+            return attend_block_of_queries(q, *keys_first, visible, **options)
 
-        if products is cudnn_products:
+        if program == "cudnn":
             attend = forget_mask(attend)
-        return attend(
-            q_BxQxHxd[:, queries],
-            k_BxTxKxd[:, keys],
-            v_BxTxKxd[:, keys],
-            part.segments[:, queries],
-            part.row_segments[:, keys],
-        )
+        q, k, v = (x[:, at] for x, at in zip(qkv, (queries, keys, keys), strict=True))
+        return attend(q, k, v, part.segments[:, queries], part.row_segments[:, keys])
 
-    if products is cudnn_products and block % 2:
-        return attend_block(slice(None), slice(T))  # cuDNN takes even numbers of queries
-    blocks = [
-        attend_block(slice(block), slice(T // 2)),
-        attend_block(slice(block, None), slice(T)),
-    ]
-    return jnp.concatenate(blocks, axis=1)
-
-
-def _xla_products(
-    q: Queries, k: Keys, v: Keys, visible: Bool[Array, "B_or_1 Q S"], **options: Any
-) -> Queries:
-    """Compute attention with matrix products alone to the keys that are visible."""
-    return attend_block_of_queries(q, k.swapaxes(1, 2), v.swapaxes(1, 2), visible, **options)
+    return jnp.concatenate([attend_block(*block) for block in blocks], axis=1)
 
 
 def blocks_of_queries(
@@ -241,17 +233,6 @@ def blocks_of_queries(
         stop = length if start == starts[-1] else start + size
         first = max(0, start + 1 - (sliding_window or stop)) // tile * tile
         yield slice(start, stop), slice(first, stop)
-
-
-def visible_in_block(
-    queries: slice, keys: slice, segments_BxT: Segments, sliding_window: int | None
-) -> Bool[Array, "B_or_1 Q S"]:
-    """Return which keys the queries of a block read, from the columns of both in the row."""
-    query_segments, key_segments = (
-        None if segments_BxT is None else segments_BxT[:, columns] for columns in (queries, keys)
-    )
-    columns_Q = jnp.arange(queries.start, queries.stop)
-    return visible_keys(columns_Q, keys, query_segments, key_segments, sliding_window)
 
 
 def visible_keys(

@@ -266,7 +266,7 @@ MODELS = [
         source="trl#6843, axolotl#3608: packed samples attend to all earlier ones of the row",
         test="tests/models/test_attention_over_parts.py"
         "::test_parts_of_rows_attend_to_their_samples_in_the_whole_row",
-        where="_masked_part",
+        where="_attend_in_blocks",
         old="part.segments[:, queries]",
         new="None",
     ),
