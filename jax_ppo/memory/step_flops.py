@@ -131,7 +131,8 @@ def _attention_products(architecture: Architecture, kind: LayerKind) -> int:
     values = a.num_heads * a.value_head_dim
     keys = queries - a.num_heads * a.rope_head_dim
     of_queries = a.query_latent_size * queries if a.query_latent_size else D * queries
-    return D * (a.latent_width + values) + of_queries + a.latent_size * (keys + values)
+    latents = a.latent_size + a.rope_head_dim + (a.query_latent_size or 0)
+    return D * (latents + values) + of_queries + a.latent_size * (keys + values)
 
 
 def _linear_products(architecture: Architecture) -> int:

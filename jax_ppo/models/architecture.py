@@ -194,12 +194,6 @@ class Architecture:
         return self.intermediate_size * (self.experts_per_token or 1) + self.shared_expert_size
 
     @property
-    def mlp_widths(self) -> tuple[int, ...]:
-        """Return the width of each layer's MLP that all tokens pass through; 0 if it has none."""
-        usual = self.shared_expert_size if self.num_experts else self.intermediate_size
-        return tuple(self.dense_size if dense else usual for dense in self.layers_are_dense)
-
-    @property
     def attention_scale(self) -> float:
         """Return the factor on the product of a query and a key."""
         if self.attention_multiplier is not None:
@@ -230,11 +224,6 @@ class Architecture:
     def layers_are_shared(self) -> tuple[bool, ...]:
         """Return which layers are the last `shared_layers`."""
         return (False,) * (self.num_layers - self.shared_layers) + (True,) * self.shared_layers
-
-    @property
-    def num_expert_layers(self) -> int:
-        """Return the number of layers with experts, of a model that has some."""
-        return self.num_layers - sum(self.dense_layers)
 
     @property
     def partial_stacks(self) -> dict[str, tuple[bool, ...]]:
@@ -275,17 +264,13 @@ class Architecture:
         One entry for each layer with a memory, `None` for a recurrent state. With latents a token
         has only these and its rotated part, which are both its key and its value.
         """
-        latents = 1, self.latent_size + self.rope_head_dim
+        if self.latent_size:
+            return ((1, self.latent_size + self.rope_head_dim),) * self.num_layers
         kinds = zip(self.layers_are_local, self.layers_are_linear, strict=True)
         return tuple(
-            None if linear else latents if self.latent_size else self.kv_heads(local)
+            None if linear else self.kv_heads(local)
             for local, linear in itertools.islice(kinds, self.num_layers - self.shared_layers)
         )
-
-    @property
-    def latent_width(self) -> int:
-        """Return the width of a token's latents and rotated key together."""
-        return self.latent_size + self.rope_head_dim + (self.query_latent_size or 0)
 
     @property
     def attended_width(self) -> int:

@@ -11,9 +11,8 @@ that the program reads without rearranging it:
     tpu    both [B, S, K, d]; reads all columns
     cudnn  the layout of tpu, on NVIDIA with 16-bit types; reads each row up to its end
 
-Reading a part of an array copies it first. On a CPU this costs less than reading everything.
-Accelerators read everything, even rows that were not asked for; a GPU would also have to wait in
-each layer until the host has chosen the part.
+Reading a part of an array copies it first, which on a CPU costs less than reading everything. A GPU
+would also have to wait in each layer until the host has chosen the part.
 """
 
 import functools
@@ -38,10 +37,7 @@ Columns = tuple[jax.Array, jax.Array]
 
 
 class RecurrentState(NamedTuple):
-    """The memory of a Gated DeltaNet or a short convolution of the tokens of each row.
-
-    It has no columns: a token must be run exactly once.
-    """
+    """The memory of a Gated DeltaNet or a short convolution: a token must be run exactly once."""
 
     # float32 [B, H, K, V], the state of each head; a short convolution has no heads.
     matrix: jax.Array
@@ -53,11 +49,7 @@ LayerCache = Columns | RecurrentState
 
 
 def select_cache_program(
-    wanted: str,
-    platform: str,
-    attention: str,
-    architecture: Architecture,
-    max_columns: int,
+    wanted: str, platform: str, attention: str, architecture: Architecture, max_columns: int
 ) -> str:
     """Return the program for one new token per row; raise `ValueError` if it cannot run.
 
@@ -68,23 +60,18 @@ def select_cache_program(
       architecture: of the decoder.
       max_columns: maximum of S.
     """
-    obstacle = None
+    a = architecture
     # cuDNN reads from column 0 to a row's end: a window that is shorter would be ignored.
-    window = architecture.sliding_window
-    if attention != "cudnn":
-        obstacle = (
-            "cuDNN reads the cache only where whole sequences take its attention, these take "
-            f"{attention}"
-        )
-    elif any(architecture.layers_are_local) and window is not None and window < max_columns:
-        obstacle = (
-            "cuDNN reads the cache of layers without a sliding window, this model's is "
-            f"{architecture.sliding_window}"
-        )
-    elif architecture.latent_size:
-        obstacle = "cuDNN reads keys and values of heads, this model's cache holds latents"
-    elif architecture.attention_sinks:
-        obstacle = "cuDNN has no attention sinks, the model has"
+    has_window = any(a.layers_are_local) and (a.sliding_window or max_columns) < max_columns
+    obstacles = {
+        "cuDNN reads the cache only where whole sequences take its attention, these take "
+        f"{attention}": attention != "cudnn",
+        "cuDNN reads the cache of layers without a sliding window, this model's is "
+        f"{a.sliding_window}": has_window,
+        "cuDNN reads keys and values of heads, this model's cache holds latents": a.latent_size,
+        "cuDNN has no attention sinks, the model has": a.attention_sinks,
+    }
+    obstacle = next((reason for reason, applies in obstacles.items() if applies), None)
     if wanted == "cudnn" and obstacle:
         raise ValueError(obstacle)
     if wanted == "xla" or obstacle:
@@ -132,15 +119,10 @@ def cache_layout(
     return k_BxTxKxd, v_BxTxKxd
 
 
-def num_columns(program: str, layer: Columns) -> int:
-    """Return S, the number of columns."""
-    return layer[0].shape[column_axes(program)[0]]
-
-
 def cache_length(program: str, cache: tuple[LayerCache, ...]) -> int:
     """Return S, the number of columns of the layers that have some."""
-    columns = (layer for layer in cache if not isinstance(layer, RecurrentState))
-    return num_columns(program, next(columns))
+    columns = next(layer for layer in cache if not isinstance(layer, RecurrentState))
+    return columns[0].shape[column_axes(program)[0]]
 
 
 def column_axes(program: str) -> tuple[int, int]:
@@ -207,8 +189,9 @@ def attend_to_cache(
     attention.py's.
     """
     keys, values = layer
+    length = cache_length(program, (layer,))
     # A window as wide as the cache hides nothing, and the programs are simpler without.
-    if sliding_window is not None and sliding_window >= num_columns(program, layer):
+    if sliding_window is not None and sliding_window >= length:
         sliding_window = None
     if program == "cpu":
         return _attend_up_to_longest(q_bx1xHxd, keys, values, columns_b, sliding_window, options)
@@ -218,11 +201,14 @@ def attend_to_cache(
     columns_B = pad_rows(columns_b, idle_rows)
     if program == "cudnn":
         assert sliding_window is None, "select_cache_program refuses it"
-        attend = split_heads(functools.partial(_cudnn, **options))
-        out_Bx1xHxd = attend(q_Bx1xHxd, keys, values, columns_B)
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, columns_B: jax.Array) -> jax.Array:
+            # A row's sequence ends with the new token, in its column.
+            return cudnn_products(q, k, v, None, **options, key_value_seq_lengths=columns_B + 1)
+
+        out_Bx1xHxd = split_heads(attend)(q_Bx1xHxd, keys, values, columns_B)
     else:
-        held_S = jnp.arange(num_columns(program, layer))
-        readable_BxS = readable_columns(columns_B, held_S, sliding_window)
+        readable_BxS = readable_columns(columns_B, jnp.arange(length), sliding_window)
         out_Bx1xHxd = _products(program, q_Bx1xHxd, keys, values, readable_BxS, **options)
     return out_Bx1xHxd[: len(q_bx1xHxd)]
 
@@ -250,17 +236,11 @@ def _attend_up_to_longest(
     options: dict[str, Any],
 ) -> jax.Array:
     """Read the columns up to the longest row's; those before a sliding window are masked."""
-    num_rows = len(q_bx1xHxd)
 
     def read(width: int, q: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
-        return _products(
-            "cpu",
-            q,
-            keys[:num_rows, ..., :width],
-            values[:num_rows, :, :width],
-            readable_columns(columns_b, jnp.arange(width), sliding_window),
-            **options,
-        )
+        keys, values = keys[: len(q), ..., :width], values[: len(q), :, :width]
+        readable = readable_columns(columns_b, jnp.arange(width), sliding_window)
+        return _products("cpu", q, keys, values, readable, **options)
 
     # The widths are fixed when compiled; the longest row chooses among them at each step.
     *shorter, whole = read_widths(values_BxKxSxd.shape[2])
@@ -298,7 +278,9 @@ def _products(
     if sinks is not None:
         sinks = sinks.reshape(*logits_BxKxGxS.shape[1:3], 1)
     weights_BxKxGxS = softmax_with_sinks(logits_BxKxGxS, sinks).astype(values.dtype)
-    return weighted_values(program, weights_BxKxGxS, values).reshape(q_Bx1xHxd.shape)
+    values_axes = "bksd" if program in TRANSPOSED else "bskd"
+    out = jnp.einsum(f"bkgs,{values_axes}->bkgd", weights_BxKxGxS, values)
+    return out.reshape(q_Bx1xHxd.shape)
 
 
 def cache_logits(
@@ -321,26 +303,3 @@ def cache_logits(
     )
     logits = vocabulary_chunks.softcap(logits, softcap)
     return jnp.where(readable_BxS[:, None, None], logits, MASKED_LOGIT)
-
-
-def weighted_values(
-    program: str, weights_BxKxGxS: jax.Array, values: jax.Array
-) -> Float[Array, "B K G d"]:
-    """Return the weighted sums of values, in the program's layout."""
-    values_axes = "bksd" if program in TRANSPOSED else "bskd"
-    return jnp.einsum(f"bkgs,{values_axes}->bkgd", weights_BxKxGxS, values)
-
-
-def _cudnn(
-    q_Bx1xHxd: jax.Array,
-    keys_BxSxKxd: jax.Array,
-    values_BxSxKxd: jax.Array,
-    columns_B: jax.Array,
-    **options: float | None,
-) -> Float[Array, "B 1 H d"]:
-    """Compute attention with cuDNN, reading each row up to its end."""
-    # A row's sequence ends with the new token, in its column.
-    ends_B = columns_B + 1
-    return cudnn_products(
-        q_Bx1xHxd, keys_BxSxKxd, values_BxSxKxd, None, **options, key_value_seq_lengths=ends_B
-    )

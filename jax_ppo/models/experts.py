@@ -58,9 +58,8 @@ class Experts(nn.Module):
     def __call__(self) -> Projections:
         """Return the projections by name."""
         a = self.architecture
-        inwards = (a.num_experts, a.hidden_size, a.intermediate_size)
-        outwards = (a.num_experts, a.intermediate_size, a.hidden_size)
-        shapes = {"gate_proj": inwards, "up_proj": inwards, "down_proj": outwards}
+        E, D, width = a.num_experts, a.hidden_size, a.intermediate_size
+        shapes = {"gate_proj": (E, D, width), "up_proj": (E, D, width), "down_proj": (E, width, D)}
         return {name: Kernel(shape, a.mlp_bias, name=name)() for name, shape in shapes.items()}
 
 
@@ -137,9 +136,7 @@ def router_probabilities(
 
 def routed_experts_dtype(num_experts: int) -> DTypeLike:
     """Return the smallest type that holds the indices of experts, and one more: E itself."""
-    if num_experts < 2**8:
-        return jnp.uint8
-    return jnp.uint16
+    return jnp.uint8 if num_experts < 2**8 else jnp.uint16
 
 
 def select_experts(
@@ -157,16 +154,13 @@ def select_experts(
     Ma et al. 2025, arXiv 2510.11370). In both cases their weights are computed from the present
     probabilities, and have a gradient: normalized ones are a softmax over the k experts.
 
-    A correction balances the experts without a loss (Wang et al. 2024, arXiv 2408.15664): it takes
-    part in their selection, not in their weights. It has no gradient.
-
     Args:
       probabilities: the probability of each expert for each token.
       k: number of experts of each token.
       is_normalized: whether the weights of a token are divided by their sum.
-      routed_experts: the recorded experts, E and above where there is no record; `None`: there is
-        none at all.
-      correction: what is added to the probabilities to select experts; `None`: nothing.
+      routed_experts: the recorded experts, E and above where there is no record.
+      correction: added to the probabilities to select experts, not in their weights: it balances
+        them without a loss (Wang et al. 2024, arXiv 2408.15664), and has no gradient.
       limit: lowers the sums of experts that a token may not select, as `limit_to_groups` does.
     """
     # A compiler would gather the probabilities of all devices to sort them.
@@ -281,6 +275,5 @@ def run_experts(
         out_NxD = jnp.where(is_present_N[:, None], out_NxD, 0)
     # The places of each token are summed with at least the bits of the weights.
     places = out_NxD.reshape(*experts_RxLxk.shape, D)
-    return jnp.einsum("rlkd,rlk->rld", places.astype(weights_RxLxk.dtype), weights_RxLxk).astype(
-        dtype
-    )
+    places = places.astype(weights_RxLxk.dtype)
+    return jnp.einsum("rlkd,rlk->rld", places, weights_RxLxk).astype(dtype)

@@ -6,9 +6,7 @@ The parameters of a role are the decoder's dict with one further entry:
     score/kernel [D, 1] for a scalar head, without a bias
 
 An actor that shares its trunk with the critic has both. A run's critic starts with a head of zeros,
-unless `critic.keep_head` keeps that of its checkpoint: `hf.load.read_parameters` fills them in, or
-`lora.init_adapters` with new adapters. `init_params` is for models from scratch, `param_shapes` for
-loading and for estimates of memory.
+unless `critic.keep_head` keeps that of its checkpoint.
 """
 
 import functools
@@ -81,11 +79,8 @@ def product_scaling(architecture: Architecture, temperature: float) -> tuple[flo
     Logits are the product x divided by a number s. With a soft cap c and a temperature t,
     c tanh(x / (s c)) / t is (s c) tanh(x / (s c)) / (s t).
     """
-    a = architecture
-    cap = None
-    if a.logit_softcap is not None:
-        cap = a.logit_divisor * a.logit_softcap
-    return a.logit_divisor * temperature, cap
+    divisor, softcap = architecture.logit_divisor, architecture.logit_softcap
+    return divisor * temperature, None if softcap is None else divisor * softcap
 
 
 def compute_scalars(params: Params, hidden: Float[Array, "... D"]) -> Float[Array, "..."]:

@@ -27,14 +27,7 @@ from jaxtyping import Array, Float
 from jax_ppo.models import rope
 from jax_ppo.models.attention import Segments
 from jax_ppo.models.cache import Columns, attend_to_cache, write_tokens
-from jax_ppo.models.layers import (
-    ATTENTION_OUTPUT,
-    Attention,
-    Dense,
-    Layer,
-    LayerKind,
-    RMSNorm,
-)
+from jax_ppo.models.layers import ATTENTION_OUTPUT, Attention, Dense, Layer, LayerKind, RMSNorm
 from jax_ppo.models.quantization import converted_kernel
 from jax_ppo.runtime.parallelism.heads import copy_kv_heads, drop_padded_heads, pad_query_heads
 

@@ -166,15 +166,12 @@ class Dense(nn.Module):
             out += bias.astype(self.dtype)
         if self.has_variable("params", "lora_a"):
             assert self.lora_scale is not None, "adapters without their shape"
-            out += self._adapter(flat, self.lora_scale)
+            lora_a: jax.Array = self.get_variable("params", "lora_a").astype(self.dtype)
+            lora_b: jax.Array = self.get_variable("params", "lora_b").astype(self.dtype)
+            # scale (x A) B, where the scale itself is not rounded.
+            low_rank = jax.lax.dot(flat, lora_a, preferred_element_type=jnp.float32)
+            out += jax.lax.dot((self.lora_scale * low_rank).astype(self.dtype), lora_b)
         return out.reshape(*x.shape[:-1], self.features)
-
-    def _adapter(self, flat: jax.Array, scale: float) -> jax.Array:
-        """Return scale (x A) B; the scale itself is not rounded."""
-        lora_a: jax.Array = self.get_variable("params", "lora_a")
-        lora_b: jax.Array = self.get_variable("params", "lora_b")
-        low_rank = jax.lax.dot(flat, lora_a.astype(self.dtype), preferred_element_type=jnp.float32)
-        return jax.lax.dot((scale * low_rank).astype(self.dtype), lora_b.astype(self.dtype))
 
 
 class DecoderModule(nn.Module):
@@ -186,8 +183,7 @@ class DecoderModule(nn.Module):
         self, name: str, features: int, has_bias: bool = False, create: type[Dense] = Dense
     ) -> Dense:
         """Return a projection."""
-        lora = self.options.lora
-        scale = None if lora is None else lora.scale
+        scale = None if self.options.lora is None else self.options.lora.scale
         return create(features, has_bias, self.options.dtype, scale, name=name)
 
     def project(self, name: str, features: int, x: jax.Array, has_bias: bool = False) -> jax.Array:

@@ -12,8 +12,7 @@ roles can share one base:
 
 B starts at zero, and x W + 0 equals x W bit for bit. During training the product is never added to
 W, not even for decoding: in bfloat16 the sum W + A B would round small changes away, and the
-sampler would draw from another policy than the one that is trained. Compared with W, the adapters
-add few bytes to read in a decoding step.
+sampler would draw from another policy than the one that is trained.
 """
 
 import dataclasses

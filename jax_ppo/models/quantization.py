@@ -51,18 +51,20 @@ def quantize_kernels(params: Params, dtype: DTypeLike) -> Params:
             elif isinstance(value, dict):
                 converted[name] = convert(value)
             elif name == "kernel":
-                converted["kernel"], converted["kernel_scale"] = _quantize(value)
+                wide = value.astype(jnp.float32)
+                largest = jnp.max(jnp.abs(wide), axis=-2)
+                # A column of zeros stays one.
+                scale = jnp.where(largest > 0, largest / MAX_INT8, 1.0)
+                int8 = jnp.round(wide / scale[..., None, :]).astype(jnp.int8)
+                converted |= {"kernel": int8, "kernel_scale": scale}
             else:
                 converted |= round_parameters({name: value}, dtype)
         return converted
 
-    quantized: Params = {}
-    for name, value in params.items():
-        if name.startswith("layer_"):
-            quantized[name] = convert(value)
-        else:
-            quantized[name] = round_parameters(value, dtype)
-    return quantized
+    return {
+        name: convert(value) if name.startswith("layer_") else round_parameters(value, dtype)
+        for name, value in params.items()
+    }
 
 
 def converted_kernel(kernel: jax.Array, x: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -74,12 +76,3 @@ def converted_kernel(kernel: jax.Array, x: jax.Array, dtype: DTypeLike) -> jax.A
     if kernel.dtype == jnp.int8:
         kernel, _ = jax.lax.optimization_barrier((kernel, x))
     return kernel.astype(dtype)
-
-
-def _quantize(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return int8 [..., in, out] and float32 [..., out]."""
-    wide = kernel.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(wide), axis=-2)
-    # A column of zeros stays one.
-    scale = jnp.where(largest > 0, largest / MAX_INT8, 1.0)
-    return jnp.round(wide / scale[..., None, :]).astype(jnp.int8), scale

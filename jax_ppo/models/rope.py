@@ -40,12 +40,9 @@ def inverse_frequencies(
     # `dynamic` changes the base only for sequences longer than the model was made for.
     if kind in ("default", "dynamic"):
         return inverse.astype(np.float32), 1.0
-    if kind == "linear":
-        return (inverse / scaling["factor"]).astype(np.float32), 1.0
-    if kind == "proportional":
+    if kind in ("linear", "proportional"):
         # Slow waves of the first pairs alone: the others, from this number on, are not rotated.
-        rotated = int(scaling.get("partial_rotary_factor", 1.0) * dim // 2)
-        inverse[rotated:] = 0
+        inverse[int(scaling.get("partial_rotary_factor", 1.0) * dim // 2) :] = 0
         return (inverse / scaling.get("factor", 1.0)).astype(np.float32), 1.0
     if kind == "llama3":
         return _llama3(inverse, scaling, architecture).astype(np.float32), 1.0
@@ -99,31 +96,23 @@ def _yarn(
     low = dimension(scaling.get("beta_fast") or 32)
     high = dimension(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
-        low = math.floor(low)
-        high = math.ceil(high)
-    low = max(low, 0)
-    high = min(high, dim - 1)
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
     # A ramp of no width is a step.
     ramp = np.clip((np.arange(dim // 2) - low) / (high - low or 0.001), 0, 1)
     frequencies = inverse / factor * ramp + inverse * (1 - ramp)
-    return frequencies.astype(np.float32), float(_yarn_attention_factor(scaling))
-
-
-def _yarn_attention_factor(scaling: Scaling) -> float:
-    """Return the factor on cos and sin, which sharpens attention in longer contexts."""
-    factor = scaling["factor"]
-    if scaling.get("attention_factor") is not None:
-        return scaling["attention_factor"]
-    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        all_dim = _yarn_temperature(factor, scaling["mscale_all_dim"])
-        return _yarn_temperature(factor, scaling["mscale"]) / all_dim
-    return _yarn_temperature(factor)
+    # The factor on cos and sin sharpens attention in longer contexts.
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = _yarn_temperature(factor)
+        if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+            all_dim = _yarn_temperature(factor, scaling["mscale_all_dim"])
+            attention_factor = _yarn_temperature(factor, scaling["mscale"]) / all_dim
+    return frequencies.astype(np.float32), float(attention_factor)
 
 
 def _yarn_temperature(factor: float, weight: float = 1.0) -> float:
-    if factor <= 1:
-        return 1.0
-    return 0.1 * weight * math.log(factor) + 1.0
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def latent_scale(head_dim: int, rope_scaling: tuple[tuple[str, Any], ...]) -> float:
@@ -132,10 +121,8 @@ def latent_scale(head_dim: int, rope_scaling: tuple[tuple[str, Any], ...]) -> fl
     It makes up for the part of YaRN's factor on cos and sin that numbers without a rotation lack.
     """
     scaling = dict(rope_scaling)
-    return (
-        head_dim**-0.5
-        * _yarn_temperature(scaling.get("factor", 1), scaling.get("mscale_all_dim", 0)) ** 2
-    )
+    temperature = _yarn_temperature(scaling.get("factor", 1), scaling.get("mscale_all_dim", 0))
+    return head_dim**-0.5 * temperature**2
 
 
 def _longrope(
@@ -147,9 +134,8 @@ def _longrope(
     # A value in config.json wins over the formula of the paper.
     attention_factor = scaling.get("attention_factor")
     if attention_factor is None:
-        attention_factor = 1.0
-        if factor > 1:
-            attention_factor = math.sqrt(1 + math.log(factor) / math.log(original))
+        stretch = math.log(factor) / math.log(original) if factor > 1 else 0.0
+        attention_factor = math.sqrt(1 + stretch)
     frequencies = inverse / np.asarray(scaling["short_factor"])
     return frequencies.astype(np.float32), float(attention_factor)
 
@@ -204,8 +190,7 @@ def rotate(
         return x_BxTxHxd
     wide = x_BxTxHxd[..., : 2 * half].astype(jnp.float32)
     if interleaved:
-        first = wide[..., 0::2]
-        second = wide[..., 1::2]
+        first, second = wide[..., 0::2], wide[..., 1::2]
     else:
         first, second = jnp.split(wide, 2, axis=-1)
     pairs = (first * cos - second * sin, second * cos + first * sin)

@@ -36,8 +36,7 @@ L is the axis of the stacked layers. The unrolled form has `layer_0`, `layer_1`,
 `layers`, without this axis. Heads are stored in the same dict (heads.py) and adapters next to the
 kernels that they belong to (lora.py); the decoder ignores the heads.
 
-`unroll_params` and the optimizer only rely on L coming first. A block may return auxiliary outputs,
-which are collected per layer in `TransformerOutput.auxiliary`.
+`unroll_params` and the optimizer only rely on L coming first.
 """
 
 import dataclasses
@@ -126,9 +125,8 @@ class Transformer(LayerOptions):
     """The decoder without a head. Hashable: it is a static argument of compiled functions."""
 
     remat: bool = False  # each layer is recomputed in the backward pass
-    # `False`: the layers are one `scan` over stacked parameters, which compiles fast (whole
-    # sequences). `True`: each layer has separate code, and keys and values are returned (decoding,
-    # without copies of the cache). `unroll_params` converts parameters of the first form.
+    # `False`: a `scan` over stacked layers, which compiles fast. `True`: each layer has separate
+    # code and parameters (`unroll_params`), and keys and values are returned, for decoding.
     unrolled: bool = False
     quantized: bool = False  # decoding reads kernels as int8 (quantization.py)
     remat_policy: str = "full"  # what is kept instead of recomputed, one of `REMAT_POLICIES`
@@ -141,7 +139,12 @@ class Transformer(LayerOptions):
         """Return random parameters with stacked layers."""
         # Splash attention refuses a row of one token.
         params = dict(_Parameters(self.clone(attention="xla")).init(key)["params"])
-        params["layers"] = _drop_unused(self.architecture, params["layers"])
+        layers = params["layers"] = dict(params["layers"])
+        # Without the parameters that only layers of another kind have.
+        for name, owners in self.architecture.partial_stacks.items():
+            if name in layers:
+                has_part = np.array(owners)
+                layers[name] = jax.tree.map(lambda x, i=has_part: x[i], layers[name])
         return params
 
     def apply(
@@ -232,12 +235,12 @@ class Transformer(LayerOptions):
     def _rotations(self, positions_BxT: jax.Array, length: int) -> tuple[rope.Rotation, ...]:
         """Return the rotations of global layers, and of local ones or queries if these differ."""
         a = self.architecture
-        global_rotation = rope.rotation_tables(a, positions_BxT, length)
+        options: list[dict[str, bool]] = [{}]
         if a.query_growth:
-            return global_rotation, rope.rotation_tables(a, positions_BxT, length, queries=True)
-        if a.local_rope_theta is None:
-            return (global_rotation,)
-        return global_rotation, rope.rotation_tables(a, positions_BxT, length, local=True)
+            options.append({"queries": True})
+        elif a.local_rope_theta is not None:
+            options.append({"local": True})
+        return tuple(rope.rotation_tables(a, positions_BxT, length, **x) for x in options)
 
     def _layer(self, **names: Any) -> Layer:
         return MODULES[self.architecture.block](self, **names)
@@ -254,13 +257,12 @@ class Transformer(LayerOptions):
             properties = [(kind.is_dense, kind.is_shared) for kind in kinds]
             starts = [i for i in range(a.num_layers) if properties[i] != properties[max(i - 1, 0)]]
             spans = list(map(slice, [0, *starts], [*starts, a.num_layers]))
-        positions, segments, inputs_BxTxL = rows
+        *tokens, inputs_BxTxL = rows
         auxiliary = []
         shared: Shared = {}
         for span in spans:
             if len(spans) > 1:
-                of_layers = jax.tree.map(lambda x, span=span: x[:, :, span], inputs_BxTxL)
-                rows = (positions, segments, of_layers)
+                rows = (*tokens, jax.tree.map(lambda x, span=span: x[:, :, span], inputs_BxTxL))
             stacked = (_stacks_of(layers, span, a.partial_stacks), _varying_flags(a))
             x, to_share, of_span = self._scan_layers(stacked, x, rows, span, shared)
             shared |= to_share
@@ -276,14 +278,12 @@ class Transformer(LayerOptions):
         def run_stage(
             layers: StackedLayers, x: jax.Array, rows: LayerRows
         ) -> tuple[jax.Array, Auxiliary]:
-            positions, segments, inputs = rows
-
             def take(x: jax.Array) -> jax.Array:
                 # A micro-batch has the inputs of all layers.
                 first = jax.lax.axis_index("stage") * layers_per_stage
                 return jax.lax.dynamic_slice_in_dim(x, first, layers_per_stage, axis=2)
 
-            rows = (positions, segments, jax.tree.map(take, inputs))
+            rows = (*rows[:2], jax.tree.map(take, rows[2]))
             x, _, auxiliary = self._scan_layers(layers, x, rows, slice(layers_per_stage), {})
             return x, auxiliary
 
@@ -417,21 +417,12 @@ def _run_in_turn(
     x: jax.Array,
     shared: Shared,
 ) -> tuple[jax.Array, list[Any], Auxiliary]:
-    """Run layers one after the other: the loop over layers, scanned or unrolled.
+    """Run layers one after the other; return what `run_layer` returns, auxiliary outputs [L, ...].
 
-    Args:
-      run_layer: called as `run_layer(i, x, memory)` with the keys and values, or their cache, that
-        layer i shares with an earlier one; returns hidden states, what the layer remembers, and
-        auxiliary outputs.
-      kinds: of the layers.
-      x: input of the first layer.
-      shared: what layers before these share.
-
-    Returns:
-      Hidden states, what each layer remembers, and auxiliary outputs, [L, ...].
+    `run_layer` takes the number of the layer, its input and the keys and values, or their cache,
+    that it shares with an earlier one, first with one of those in `shared`.
     """
-    memories = []
-    auxiliary = []
+    memories, auxiliary = [], []
     for i, kind in enumerate(kinds):
         x, memory, of_layer = run_layer(i, x, shared[kind.is_local] if kind.is_shared else None)
         if not kind.is_shared:
@@ -488,13 +479,12 @@ class _Parameters(nn.Module):
 def _varying_flags(architecture: Architecture) -> tuple[jax.Array, jax.Array] | None:
     """Return `is_local` and `is_rotated` of all layers, [L], as inputs of one loop over them.
 
-    `None` if the layers are alike, so that no branch is compiled, or have different parameters.
+    `None` if all are alike, so that no branch is compiled, or have different parameters.
     """
-    kinds = layer_kinds(architecture)
-    if architecture.partial_stacks or len(set(kinds)) == 1:
+    a = architecture
+    if a.partial_stacks or len(set(layer_kinds(a))) == 1:
         return None
-    is_local, is_rotated, *_ = map(jnp.array, zip(*kinds, strict=True))
-    return is_local, is_rotated
+    return jnp.array(a.layers_are_local), jnp.array(a.layers_are_rotated)
 
 
 def _init_embedding(key: jax.Array, rows: int, width: int) -> Params:
@@ -538,15 +528,6 @@ def _stacks_of(layers: Params, span: slice, partial_stacks: PartialStacks) -> Pa
         if part.stop > part.start:
             taken[name] = jax.tree.map(lambda x, part=part: x[part], stacked)
     return taken
-
-
-def _drop_unused(architecture: Architecture, layers: Params) -> Params:
-    """Return stacked layers without the parameters that only layers of another kind have."""
-    owners = {name: np.array(has_part) for name, has_part in architecture.partial_stacks.items()}
-    return {
-        name: jax.tree.map(lambda x, name=name: x[owners[name]], value) if name in owners else value
-        for name, value in layers.items()
-    }
 
 
 def _join_dicts(join: Callable[[list[jax.Array]], jax.Array], parts: list[Auxiliary]) -> Auxiliary:

@@ -27,7 +27,7 @@ def empty_record(
     a = architecture
 
     def empty(rows: int, columns: int) -> jax.Array:
-        shape = (rows, columns, a.num_expert_layers, a.experts_per_token)
+        shape = (rows, columns, a.num_layers - sum(a.dense_layers), a.experts_per_token)
         return jnp.full(shape, a.num_experts, routed_experts_dtype(a.num_experts))
 
     return RoutingRecord(buffer=empty(prompts, prompt_length), sequences=empty(samples, length))

@@ -62,7 +62,7 @@ def test_it_is_that_of_the_last_token(rng, cudnn_anywhere, program, options, beh
     whole = xla(q, k[:B], v[:B], None, **options)
     expected = np.take_along_axis(np.asarray(whole), np.asarray(COLUMNS)[:, None, None, None], 1)
     layer = cache.cache_layout(program, k, v)
-    assert cache.num_columns(program, layer) == S
+    assert cache.cache_length(program, (layer,)) == S
     out = attend(program, last, layer, COLUMNS, **options)
     np.testing.assert_allclose(out, expected, atol=1e-5)
 

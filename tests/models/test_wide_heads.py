@@ -88,7 +88,8 @@ E2B = {
 def test_a_configuration_of_the_hub():
     a = from_hf_config(E2B)
     assert (a.kv_heads(True), a.kv_heads(False)) == ((1, 256), (1, 512))
-    assert a.mlp_widths == (6144,) * 15 + (12_288,) * 20
+    assert (a.intermediate_size, a.dense_size) == (6144, 12_288)
+    assert a.dense_layers == (False,) * 15 + (True,) * 20
     assert a.attention_scale == 1 and a.local_rope_theta == 1e4
     stacks = {name: sum(owners) for name, owners in a.partial_stacks.items()}
     assert {name: stacks[name] for name in stacks if "attention" in name} == {
@@ -104,12 +105,12 @@ def test_a_configuration_of_the_hub():
 def test_layers_that_share_keys_have_their_own_stack_of_equal_mlps():
     """One stack would be cut in two for the two loops, and copied."""
     a = from_hf_config(FIELDS | {"use_double_wide_mlp": False})
-    assert a.mlp_widths == (48,) * 6
+    assert a.intermediate_size == a.dense_size == 48
     assert [sum(a.partial_stacks[name]) for name in ("mlp", "dense_mlp")] == [4, 2]
     assert to_hf_config(a)["use_double_wide_mlp"] is False
     assert to_hf_config(ARCHITECTURE)["use_double_wide_mlp"] is True
     alone = from_hf_config(FIELDS | {"num_kv_shared_layers": 0})
-    assert "dense_mlp" not in alone.partial_stacks and alone.mlp_widths == (48,) * 6
+    assert "dense_mlp" not in alone.partial_stacks and alone.intermediate_size == 48
 
 
 def test_the_first_pairs_of_a_wide_head_alone_are_rotated():
