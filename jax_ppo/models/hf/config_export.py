@@ -19,7 +19,7 @@ def to_hf_config(architecture: Architecture, dtype: str = "float32", head: str =
     """
     a = architecture
     family = FAMILIES[a.family]
-    config = {
+    config: Config = {
         "architectures": [family.decoder_class or f"{family.class_prefix}ForCausalLM"],
         "model_type": a.family,
         "vocab_size": a.vocab_size,
@@ -53,28 +53,8 @@ def to_hf_config(architecture: Architecture, dtype: str = "float32", head: str =
         is_whole = field in INTEGER_FIELDS and value is not None and value % 1 == 0
         config[name] = int(value) if is_whole else value
     config |= {name: getattr(a, biases[-1]) for name, biases in family.bias_fields.items()}
-    if family.expert_fields:
-        config |= {
-            family.expert_fields[0]: a.num_experts,
-            family.expert_width: a.intermediate_size,
-            "num_experts_per_tok": a.experts_per_token,
-        }
-    if family.expert_weights_field:
-        config[family.expert_weights_field] = a.normalized_expert_weights
-    if family.shared_experts_field:
-        config[family.shared_experts_field] = a.shared_expert_size // a.intermediate_size
-    if family.first_dense_field:
-        config[family.first_dense_field] = sum(a.dense_layers)
-    if family.lists_dense_layers and any(a.dense_layers):
-        dense = [layer for layer, is_dense in enumerate(a.dense_layers) if is_dense]
-        config["mlp_only_layers"] = dense
-    if a.num_experts and a.dense_size:
-        config["intermediate_size"] = a.dense_size
-    if family.has_router_groups:
-        config |= {"n_group": a.router_groups, "topk_group": a.groups_per_token}
-        if "topk_method" in family.defaults:
-            methods = ("greedy", "group_limited_greedy")
-            config["topk_method"] = methods[a.router_groups > 1]
+    if a.num_experts:
+        config |= _write_experts(a, family)
     if a.latent_size:
         config["qk_nope_head_dim"] = a.head_dim - a.rope_head_dim
     if family.has_global_heads:
@@ -130,6 +110,28 @@ def update_hf_config(source: Config, architecture: Architecture, dtype: str, hea
     return changed
 
 
+def _write_experts(a: Architecture, family: Family) -> Config:
+    # "" is the name of what a family has no field for.
+    config: Config = {
+        family.expert_fields[0]: a.num_experts,
+        family.expert_width: a.intermediate_size,
+        "num_experts_per_tok": a.experts_per_token,
+        family.expert_weights_field: a.normalized_expert_weights,
+        family.shared_experts_field: a.shared_expert_size // a.intermediate_size,
+        family.first_dense_field: sum(a.dense_layers),
+    }
+    config.pop("", None)
+    if family.lists_dense_layers and any(a.dense_layers):
+        config["mlp_only_layers"] = [i for i, is_dense in enumerate(a.dense_layers) if is_dense]
+    if a.dense_size:
+        config["intermediate_size"] = a.dense_size
+    if family.has_router_groups:
+        config |= {"n_group": a.router_groups, "topk_group": a.groups_per_token}
+    if "topk_method" in family.defaults:
+        config["topk_method"] = "greedy" if a.router_groups == 1 else "group_limited_greedy"
+    return config
+
+
 def _write_global_heads(a: Architecture) -> Config:
     sizes = {"head_dim": a.global_head_dim, "num_key_value_heads": a.global_kv_heads}
     return {
@@ -152,17 +154,18 @@ def _write_windows(a: Architecture, family: Family) -> Config:
         config["layer_types"] = [words[linear] for linear in a.layers_are_linear]
     if family.adjusted_width:
         config["block_auto_adjust_ff_dim"] = False
-    if family.sliding_windows in ("pattern", "listed"):
+    rule = family.sliding_windows
+    if rule in ("pattern", "listed"):
         # transformers cannot make the masks of these families without a window, even if no layer
         # uses it.
         config["sliding_window"] = a.sliding_window or family.defaults["sliding_window"]
-    elif family.sliding_windows not in ("none", "refused"):
+    elif rule not in ("none", "refused"):
         config["sliding_window"] = a.sliding_window
-    if family.sliding_windows in ("last", "pattern", "listed"):
+    if rule in ("last", "pattern", "listed"):
         config["layer_types"] = [LOCAL if local else FULL for local in a.layers_are_local]
-    if family.sliding_windows in ("last", "switched"):
+    if rule in ("last", "switched"):
         config["use_sliding_window"] = a.sliding_window is not None
-    if family.sliding_windows == "last":
+    if rule == "last":
         # transformers 4.49 and earlier read this field instead of layer_types.
         config["max_window_layers"] = (*a.layers_are_local, True).index(True)
     return config

@@ -232,11 +232,9 @@ def _slices_are_equal(one: Any, other: Any) -> bool:
         return one[...].tobytes() == other[...].tobytes()
     # A few rows at a time, because an embedding may be larger than the free memory.
     rows = max(1, COMPARED_BYTES // one[:1].nbytes)
-    for start in range(0, shape[0], rows):
-        stop = min(start + rows, shape[0])  # safetensors refuses a slice beyond the end
-        if one[start:stop].tobytes() != other[start:stop].tobytes():
-            return False
-    return True
+    # safetensors refuses a slice beyond the end.
+    blocks = [slice(i, min(i + rows, shape[0])) for i in range(0, shape[0], rows)]
+    return all(one[block].tobytes() == other[block].tobytes() for block in blocks)
 
 
 def write_safetensors(

@@ -44,10 +44,13 @@ def read_architecture(folder: str | Path, needs_weights: bool = True) -> Archite
     config.json calls the model tied. `needs_weights=False` also accepts a folder without weights.
     """
     architecture = from_hf_config(text_config(_read_config(folder)))
-    if needs_weights or has_weights(folder):
-        if architecture.tied and _stores_separate_head(folder, architecture):
-            architecture = dataclasses.replace(architecture, tied=False)
+    if needs_weights:
         find_weight_files(Path(folder))
+    if architecture.tied and has_weights(folder):
+        names = _embedding_names(architecture)
+        with _open_checkpoint(folder) as checkpoint:
+            if checkpoint.names().issuperset(names) and not checkpoint.are_equal(*names):
+                architecture = dataclasses.replace(architecture, tied=False)
     generation_file = Path(folder) / "generation_config.json"
     eos_ids = architecture.eos_ids
     if generation_file.exists():
@@ -116,13 +119,6 @@ def read_reward_architecture(
     return architecture
 
 
-def _stores_separate_head(folder: str | Path, architecture: Architecture) -> bool:
-    """Return whether a checkpoint holds an output embedding that differs from the input's."""
-    names = _embedding_names(architecture)
-    with _open_checkpoint(folder) as checkpoint:
-        return checkpoint.names().issuperset(names) and not checkpoint.are_equal(*names)
-
-
 def _embedding_names(architecture: Architecture) -> tuple[str, str]:
     """Return the names of the input's and of the output's embedding, if that is stored."""
     untied = tensor_table(dataclasses.replace(architecture, tied=False), "lm")
@@ -173,15 +169,12 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Read the weights of a checkpoint into sharded arrays.
 
-    Each process reads only the parts of its devices, and holds one layer of one parameter (of
-    all experts that its devices have) in host memory at a time. In a run of several processes, all
-    of them must call this.
+    Each process reads only the parts of its devices, and holds one layer of one parameter (of all
+    experts that its devices have) in host memory at a time. All processes of a run must call this.
 
     Args:
-      folder: folder with model.safetensors, or its shards and their index, in float32, bfloat16
-        or float16.
-      architecture: the architecture that `read_architecture` or `read_reward_architecture`
-        returned for it.
+      folder: folder with safetensors files in float32, bfloat16 or float16.
+      architecture: what `read_architecture` or `read_reward_architecture` returned for it.
       shardings: A `jax.sharding.Sharding` per parameter, in the structure of the parameters.
       dtype: type of the parameters.
       head: "lm"; "scalar": score/kernel is zeros, as a critic starts; "reward": score/kernel is
@@ -190,12 +183,10 @@ def load_checkpoint(
         tensor that holds several parameters counts once per parameter.
 
     Returns:
-      The parameters, in the layout that transformer.py and heads.py, or deberta_encoder.py,
-      describe.
+      Parameters as transformer.py and heads.py, or deberta_encoder.py, describe them.
 
     Raises:
-      UserError: A tensor is missing, has another shape or type, or would not be used. The message
-        names it.
+      UserError: A tensor is missing, has another shape or type, or would not be used.
     """
     with _open_checkpoint(folder) as checkpoint:
         rows = _stored_tensors(checkpoint, architecture, head)

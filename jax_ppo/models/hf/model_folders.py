@@ -69,26 +69,23 @@ def resolve_model_folder(
         return folder
     problem = f"{what}={path!r}: "
     remedy = f"set {what} to a folder with {holds}"
-    nearest = _nearest_folder(folder)
-    if nearest:
+    if nearest := _nearest_folder(folder):
         remedy += f" (the nearest one here is {nearest})"
     if folder.suffix == ".gguf" and folder.is_file():
         raise gguf_error(folder)
     if folder.is_file():
         raise UserError(f"{problem}this is a file; {remedy}")
+    missing = f"{problem}there is no such folder (looked from {Path.cwd()}), and"
     if not HUB_NAME.fullmatch(path):
-        raise UserError(
-            f"{problem}there is no such folder (looked from {Path.cwd()}), and the path "
-            f"is not a hub name, OWNER/NAME; {remedy}"
-        )
+        raise UserError(f"{missing} the path is not a hub name, OWNER/NAME; {remedy}")
     name, revision = hub.split_revision(path)
     command = f"hf download {name} --revision {revision} --local-dir {name.rpartition('/')[2]}"
     try:
         return hub.download_snapshot(path, files, what, ignore=IGNORED_HUB_FILES)[0]
     except hub.HubError as error:
         raise UserError(
-            f"{problem}there is no such folder (looked from {Path.cwd()}), and {error.reason}. "
-            f"Either {remedy}; or get one, where the hub can be reached, with `{command}`"
+            f"{missing} {error.reason}. Either {remedy}; or get one, where the hub can be reached, "
+            f"with `{command}`"
         ) from error
 
 
@@ -123,20 +120,14 @@ def _nearest_folder(folder: Path) -> Path | None:
     parent = Path(folder.anchor or ".")
     while parts and (parent / parts[0]).is_dir():
         parent /= parts.pop(0)
-    if not parts:
-        return None
     try:
         names = [entry.name for entry in os.scandir(parent) if entry.is_dir()]
     except OSError:
         return None
-    nearest = nearest_name(parts[0], names)
-    if not nearest:
+    if not parts or not (nearest := nearest_name(parts[0], names)):
         return None
-    corrected = parent / nearest
-    complete = corrected.joinpath(*parts[1:])
-    if complete.is_dir():
-        return complete
-    return corrected
+    complete = (parent / nearest).joinpath(*parts[1:])
+    return complete if complete.is_dir() else parent / nearest
 
 
 def find_weight_files(folder: Path) -> list[Path]:
@@ -165,20 +156,14 @@ def _read_index(path: Path) -> list[str]:
     if not isinstance(weight_map, dict):
         raise UserError(f"{path}: weight_map must be an object, it is {quote_value(weight_map)}")
     for tensor, name in weight_map.items():
-        # A name is nothing but a name: a path could lead out of the folder.
-        if not isinstance(name, str) or not _is_file_name(name):
+        # A path could lead out of the folder; Linux takes at most 255 bytes.
+        is_name = isinstance(name, str) and name.isprintable() and len(name.encode()) <= 255
+        if not is_name or name in ("", ".", "..") or re.search(r"[/\\]", name):
             raise UserError(
                 f"{path}: weight_map must name files of this folder, it names "
                 f"{quote_value(name)} for {quote_value(tensor)}"
             )
     return sorted(set(weight_map.values()))
-
-
-def _is_file_name(name: str) -> bool:
-    """Return whether a string names a file of its folder, in at most the 255 bytes of Linux."""
-    if name in ("", ".", "..") or re.search(r"[/\\]", name) or not name.isprintable():
-        return False
-    return len(name.encode()) <= 255
 
 
 def _missing_weights_error(folder: Path) -> UserError:

@@ -195,11 +195,7 @@ class _DecoderTable:
             self.add((module, name, "bias"), hf_name, (outputs,), ".bias", fused=fused)
 
     def add_input_projections(
-        self,
-        module: str,
-        projections: Mapping[str, tuple[int, ...]],
-        bias: bool,
-        groups: int = 1,
+        self, module: str, projections: Mapping[str, tuple[int, ...]], bias: bool, groups: int = 1
     ) -> None:
         """Add projections of the same input, which some families store as one tensor.
 

@@ -49,9 +49,9 @@ def export_checkpoint(
     """Write a Hugging Face folder: a causal language model or, with a scalar head, a classifier.
 
     The folder appears complete or not at all: it is written under another name and renamed; in a
-    bucket, config.json is its last file. In a run of several processes, all of them must call this,
-    and each writes separate weight files. No host holds more than two tensors at a time, and the
-    files do not depend on the number of processes.
+    bucket, config.json is its last file. All processes of a run must call this, and each writes
+    separate weight files. No host holds more than two tensors at a time, and the files do not
+    depend on the number of processes.
 
     Args:
       params: parameters of one role in the stacked form (transformer.py, heads.py), on any devices,

@@ -47,11 +47,10 @@ class TensorMapping:
     @property
     def hf_shape(self) -> tuple[int, ...]:
         """Return the shape of the checkpoint's tensor."""
-        shape = self._in_hf_order(self.shape)
-        if self.fused is None:
-            return shape
-        axis = self.output_axis
-        return (*shape[:axis], self.fused.total, *shape[axis + 1 :])
+        shape = list(self._in_hf_order(self.shape))
+        if self.fused is not None:
+            shape[self.output_axis] = self.fused.total
+        return tuple(shape)
 
     @property
     def output_axis(self) -> int:
@@ -71,8 +70,7 @@ class TensorMapping:
         axis = self.output_axis
         outputs = self.fused.outputs()[index[-1]]
         # What lies between the first and the last is read, too.
-        first = int(outputs.min())
-        last = int(outputs.max())
+        first, last = int(outputs.min()), int(outputs.max())
         hf_index[axis] = slice(first, last + 1)
         values = read(tuple(hf_index))
         if not np.array_equal(outputs, np.arange(first, last + 1)):
@@ -107,16 +105,12 @@ class TensorMapping:
     @property
     def full_shape(self) -> tuple[int, ...]:
         """Return the shape of our parameter, including the axis of layers."""
-        if self.layers is None:
-            return self.layer_shape
-        return (self.layers, *self.layer_shape)
+        return self.layer_shape if self.layers is None else (self.layers, *self.layer_shape)
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
         """Return the shape of our parameter in one layer, including the axis of experts."""
-        if self.experts is None:
-            return self.shape
-        return (self.experts, *self.shape)
+        return self.shape if self.experts is None else (self.experts, *self.shape)
 
     def names(self) -> list[str]:
         """Return the names of the checkpoint's tensors, layer by layer."""
@@ -142,11 +136,13 @@ def flatten_like(tree: dict[str, Any], rows: Mapping[Path, Any], what: str) -> d
     `what` is the name of the tree in the `ValueError` if they differ.
     """
     flat = traverse_util.flatten_dict(tree)
-    missing = sorted(rows.keys() - flat.keys())
-    unknown = sorted(flat.keys() - rows.keys())
+    differences = {
+        "it lacks": rows.keys() - flat.keys(),
+        "it should not have": flat.keys() - rows.keys(),
+    }
     problems = [
-        f"{problem} {abbreviate('/'.join(map(str, path)) for path in paths)}"
-        for problem, paths in (("it lacks", missing), ("it should not have", unknown))
+        f"{problem} {abbreviate('/'.join(map(str, path)) for path in sorted(paths))}"
+        for problem, paths in differences.items()
         if paths
     ]
     if problems:

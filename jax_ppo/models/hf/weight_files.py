@@ -94,15 +94,12 @@ def write_weights(
             needed = min(total_bytes, MAX_SHARD_BYTES)
         disk_space.require_free_space(folder.parent, needed, "an export of the weights")
     shards = _split_into_shards(rows, itemsize, total_bytes if only_file else MAX_SHARD_BYTES)
+    count = len(shards)
     names = [only_file or SINGLE_FILE]
-    if len(shards) > 1:
-        names = [
-            f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            for number in range(1, len(shards) + 1)
-        ]
+    if count > 1:
+        names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     # In each round every process writes a file, so that all disks and links are busy.
-    processes = jax.process_count()
-    process = jax.process_index()
+    processes, process = jax.process_count(), jax.process_index()
     for first in range(0, len(shards), processes):
         in_round = shards[first : first + processes]
         contents = _gather_round(in_round, process, arrays, rows, dtype)
@@ -139,11 +136,8 @@ def _gather_round(
 ) -> Iterator[np.ndarray]:
     """Yield the tensors of this process's file, and take part in gathering the other files'.
 
-    Every process gathers the first tensor of each file, then the second of each, and so on: they
-    write at the same time, each from one tensor in its memory.
-
-    The `shards` are the files that processes 0, 1, ... write at the same time; `process` has none
-    if there are fewer.
+    Processes 0, 1, ... write the `shards` at the same time, each from one tensor in its memory: all
+    gather the first tensor of each file, then the second of each, and so on.
     """
     for tensors_by_process in itertools.zip_longest(*shards):
         values: np.ndarray | None = None
@@ -200,22 +194,19 @@ def _in_order(rows: TensorTable) -> Iterator[ExportedTensor]:
                 yield ExportedTensor(name, paths, index)
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
-def _select(array: jax.Array, index: tuple[int, ...], dtype: str) -> jax.Array:
-    """Return the part of a layer or of its expert; () selects everything."""
-    for i in index:
-        array = jax.lax.dynamic_index_in_dim(array, i, 0, keepdims=False)
-    return array.astype(dtype)
-
-
 @functools.partial(jax.jit, static_argnames=("dtype", "scale"))
-def _select_merged_layer(
-    kernel: jax.Array, lora_a: jax.Array, lora_b: jax.Array, layer: int, dtype: str, scale: float
+def _select(
+    arrays: tuple[jax.Array, ...], index: tuple[int, ...], dtype: str, scale: float = 0.0
 ) -> jax.Array:
-    def select(array: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_index_in_dim(array, layer, 0, keepdims=False)
-
-    return merge_kernel(select(kernel), select(lora_a), select(lora_b), scale).astype(dtype)
+    """Return the part of a layer or of its expert, of a kernel and its adapters; () selects all."""
+    for i in index:
+        select = functools.partial(jax.lax.dynamic_index_in_dim, index=i, axis=0, keepdims=False)
+        arrays = tuple(map(select, arrays))
+    kernel, *adapters = arrays
+    if adapters:
+        lora_a, lora_b = adapters
+        kernel = merge_kernel(kernel, lora_a, lora_b, scale)
+    return kernel.astype(dtype)
 
 
 def _gather(array: jax.Array | MergedKernel, tensor: ExportedTensor, dtype: str) -> jax.Array:
@@ -224,12 +215,10 @@ def _gather(array: jax.Array | MergedKernel, tensor: ExportedTensor, dtype: str)
     This is a collective operation if the array spans processes.
     """
     if isinstance(array, MergedKernel):
-        (layer,) = tensor.index  # routed experts have no adapters
-        one_layer = _select_merged_layer(
-            array.kernel, array.lora_a, array.lora_b, layer, dtype=dtype, scale=array.scale
-        )
+        parts = (array.kernel, array.lora_a, array.lora_b)
+        one_layer = _select(parts, tensor.index, dtype=dtype, scale=array.scale)
     else:
-        one_layer = _select(array, tensor.index, dtype=dtype)
+        one_layer = _select((array,), tensor.index, dtype=dtype)
     if one_layer.is_fully_addressable:
         return one_layer
     layout = (array.kernel if isinstance(array, MergedKernel) else array).sharding
