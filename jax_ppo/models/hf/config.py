@@ -136,7 +136,7 @@ def _read_head_dim(reader: ConfigReader, family: Family, hidden_size: int, num_h
         head_dim = hidden_size // num_heads
     # Pairs of numbers are rotated.
     if head_dim % 2 and not family.learned_positions:
-        raise reader.error(f"head_dim {head_dim} is not supported, only even numbers are")
+        raise reader.unsupported("head_dim", head_dim, "even numbers are")
     return head_dim
 
 
@@ -145,7 +145,7 @@ def _read_latent_head_dim(reader: ConfigReader) -> int:
     rotated = reader.integer("qk_rope_head_dim")
     width = reader.integer("qk_nope_head_dim") + rotated
     if rotated % 2:
-        raise reader.error(f"qk_rope_head_dim {rotated} is not supported, only even numbers are")
+        raise reader.unsupported("qk_rope_head_dim", rotated, "even numbers are")
     # transformers computes these two, and writes them.
     for name, computed in (("head_dim", rotated), ("qk_head_dim", width)):
         if reader.optional_integer(name) not in (None, computed):
@@ -199,7 +199,7 @@ def _read_global_heads(
     of_full.refuse_unread(())
     require_divisor("num_global_key_value_heads", heads, "num_attention_heads", num_heads)
     if width % 2:
-        raise reader.error(f"global_head_dim {width} is not supported, only even numbers are")
+        raise reader.unsupported("global_head_dim", width, "even numbers are")
     return {"global_head_dim": width, "global_kv_heads": heads}
 
 
@@ -326,10 +326,8 @@ def _read_router_groups(
                 reader.any_value(name)
             return {}
         if method != "group_limited_greedy":
-            raise reader.error(
-                f"topk_method {quote_value(method)} is not supported, only 'greedy' and "
-                "'group_limited_greedy' are"
-            )
+            supported = "'greedy' and 'group_limited_greedy' are"
+            raise reader.unsupported("topk_method", method, supported)
     groups, selected = reader.integer("n_group"), reader.integer("topk_group")
     require_divisor("n_group", groups, "the number of experts", experts)
     size = experts // groups
@@ -357,9 +355,7 @@ def _refuse_unsupported(reader: ConfigReader, kind: str, family: Family) -> None
         raise reader.error(f"{name} is not supported: a decoder only attends to earlier tokens")
     for name, value in family.neutral.items():
         if name in reader and reader.any_value(name) != value:
-            raise reader.error(
-                f"{name} {quote_value(reader.any_value(name))} is not supported, only {value!r} is"
-            )
+            raise reader.unsupported(name, reader.any_value(name), f"{value!r} is")
     for name, reason in family.unsupported.items():
         if reader.optional_number(name) is not None:
             raise reader.error(f"{name} of model_type {kind!r} is not supported: {reason}")
@@ -370,10 +366,7 @@ def _read_activation(reader: ConfigReader, family: Family) -> str:
     name = reader.string(field, family.activation)
     name = family.activation_aliases.get(name, name)
     if name not in ACTIVATIONS:
-        raise reader.error(
-            f"{field} {quote_value(name)} is not supported, only "
-            f"{', '.join(map(repr, ACTIVATIONS))} are"
-        )
+        raise reader.unsupported(field, name, f"{', '.join(map(repr, ACTIVATIONS))} are")
     return name
 
 

@@ -11,7 +11,6 @@ from jax_ppo.models.hf.fields import (
     HARMLESS_FIELDS,
     MAX_LAYERS,
     ConfigReader,
-    quote_value,
     require_divisor,
 )
 from jax_ppo.models.hf.tensors import TensorMapping, TensorTable
@@ -91,9 +90,7 @@ def deberta_from_hf_config(config: dict[str, Any]) -> DebertaArchitecture:
     require_divisor("num_attention_heads", num_heads, "hidden_size", hidden_size)
     kernel_size = reader.integer("conv_kernel_size", minimum=-1)
     if kernel_size < 0 or (kernel_size and kernel_size % 2 == 0):
-        raise reader.error(
-            f"conv_kernel_size {kernel_size} is not supported, only 0 and odd numbers are"
-        )
+        raise reader.unsupported("conv_kernel_size", kernel_size, "0 and odd numbers are")
     _refuse_unsupported(reader, hidden_size, num_heads)
     attention_terms = _read_words(reader, "pos_att_type", ("c2p", "p2c"), or_list=True)
     norms = _read_words(reader, "norm_rel_ebd", ("layer_norm",))
@@ -158,26 +155,21 @@ def _read_words(
         words = [word.strip() for word in reader.string(name).lower().split("|")]
         words = [word for word in words if word not in ("", "none")]
     if unknown := [word for word in words if word not in supported]:
-        raise reader.error(
-            f"{name} {quote_value('|'.join(unknown))} is not supported, only "
-            f"{', '.join(supported)} and none are"
-        )
+        raise reader.unsupported(name, "|".join(unknown), f"{', '.join(supported)} and none are")
     return words
 
 
 def _read_activation(reader: ConfigReader, name: str) -> str:
     activation = reader.string(name)
     if activation not in ACTIVATIONS:
-        raise reader.error(
-            f"{name} {quote_value(activation)} is not supported, only {', '.join(ACTIVATIONS)} are"
-        )
+        raise reader.unsupported(name, activation, f"{', '.join(ACTIVATIONS)} are")
     return activation
 
 
 def _refuse_unsupported(reader: ConfigReader, hidden_size: int, num_heads: int) -> None:
     """Raise `UserError` for a model that the encoder would compute differently."""
     if not reader.boolean("relative_attention"):
-        raise reader.error("relative_attention False is not supported, only True is")
+        raise reader.unsupported("relative_attention", False, "True is")
     supported_sizes = {
         "type_vocab_size": 0,
         "conv_groups": 1,
@@ -187,7 +179,7 @@ def _refuse_unsupported(reader: ConfigReader, hidden_size: int, num_heads: int) 
     for name, supported in supported_sizes.items():
         size = reader.optional_integer(name, minimum=0, nullable=False)
         if size is not None and size != supported:
-            raise reader.error(f"{name} {size} is not supported, only {supported} is")
+            raise reader.unsupported(name, size, f"{supported} is")
 
 
 def deberta_tensor_table(architecture: DebertaArchitecture) -> TensorTable:

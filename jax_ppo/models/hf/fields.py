@@ -151,6 +151,10 @@ class ConfigReader:
         """Return an error about these fields."""
         return UserError(self._where + message)
 
+    def unsupported(self, name: str, value: Any, supported: str) -> UserError:
+        """Return an error about a value that would be computed differently."""
+        return self.error(f"{name} {quote_value(value)} is not supported, only {supported}")
+
     def any_value(self, name: str, default: Any = None) -> Any:
         """Return a field of whatever type."""
         name = self.name(name)
@@ -282,9 +286,7 @@ class ConfigReader:
             if neutral is None:
                 unknown.append(name)
             elif not any(type(value) is type(other) and value == other for other in neutral):
-                raise self.error(
-                    f"{name} {quote_value(value)} is not supported, only {neutral[0]!r} is"
-                )
+                raise self.unsupported(name, value, f"{neutral[0]!r} is")
         if unknown:
             first = min(unknown)
             nearest = nearest_name(first, self._read)

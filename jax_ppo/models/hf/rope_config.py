@@ -146,7 +146,7 @@ class _OneRope:
             else:
                 values[entry] = entries.number(entry)
         if self.family.rope_numbers and kind != "yarn":
-            raise self.reader.error(f"rope_type {kind!r} is not supported, only 'yarn' is")
+            raise self.reader.unsupported("rope_type", kind, "'yarn' is")
         values |= {entry: entries.number(entry) for entry in self.family.rope_numbers}
         for entry in OPTIONAL_NUMBERS.get(kind, ()):
             number = entries.optional_number(entry, nullable=entry != PARTIAL_FACTOR)
@@ -195,9 +195,7 @@ class _OneRope:
             # Their factors would be local layers', whose heads may be narrower.
             del supported["yarn"], supported["longrope"]
         if kind not in supported:
-            raise self.reader.error(
-                f"rope_type {quote_value(kind)} is not supported, only {', '.join(supported)} are"
-            )
+            raise self.reader.unsupported("rope_type", kind, f"{', '.join(supported)} are")
         return kind
 
     def _read_partial_factor(self, entries: ConfigReader) -> float:
