@@ -53,12 +53,8 @@ def select_cache_program(
 ) -> str:
     """Return the program for one new token per row; raise `ValueError` if it cannot run.
 
-    Args:
-      wanted: "xla", "cudnn", or "auto": cudnn if it can run, else xla.
-      platform: "cpu", "cuda", "rocm" or "tpu".
-      attention: program for whole sequences (attention.py).
-      architecture: of the decoder.
-      max_columns: maximum of S.
+    `wanted` is "xla", "cudnn", or "auto": cudnn if it can run, else xla. `platform` is "cpu",
+    "cuda", "rocm" or "tpu", `attention` the program for whole sequences, `max_columns` at least S.
     """
     a = architecture
     # cuDNN reads from column 0 to a row's end: a window that is shorter would be ignored.

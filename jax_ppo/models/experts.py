@@ -207,10 +207,8 @@ def balance_losses(
     For token t of sequence s it is E sum_e f_se p_te. f_se is the number of times that expert e was
     selected per token of s, k / E on average; it has no gradient. The mean of the terms over s is
     the loss of Switch Transformer (arXiv 2101.03961, equation 4) within one sequence, as in
-    DeepSeek-V2 and V3 (arXiv 2412.19437, equation 17): the loss of a sequence does not depend on
-    the sequences beside it.
-
-    `segments_RxL` numbers the sequence that each token belongs to, which has no gap.
+    DeepSeek-V2 and V3 (arXiv 2412.19437, equation 17). `segments_RxL` numbers the sequence that
+    each token belongs to, which has no gap.
     """
     R, L, E = probabilities_RxLxE.shape
     # Segments are numbered from 0 in each row, whatever their names.

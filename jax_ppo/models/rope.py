@@ -149,11 +149,10 @@ def rotation_tables(
 ) -> Rotation:
     """Return cos and sin for `rotate`, each float32 [B, T, 1, pairs].
 
-    They are looked up in a constant table. A compiler would fuse their computation into `rotate`
-    and repeat it for each head of each layer.
-
-    The table has `length` positions; those outside it become NaN. `local` selects the frequencies
-    of local layers; with `queries`, cos and sin include the factor on queries at each position.
+    They are looked up in a table of `length` positions, outside of which they become NaN: a
+    compiler would fuse their computation into `rotate` and repeat it for each head of each layer.
+    `local` selects the frequencies of local layers; with `queries`, cos and sin include the factor
+    on queries at each position.
     """
     inverse, factor = inverse_frequencies(architecture, local)
     factors = np.full((length + 1, 1), factor)

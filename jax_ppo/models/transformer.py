@@ -114,9 +114,8 @@ class TransformerOutput(NamedTuple):
     hidden: jax.Array  # after the last norm, [B, T, D] in the type of the computation
     # What each layer with a memory remembers (cache.py) in the unrolled form, `None` otherwise.
     cache: tuple[LayerCache, ...] | None
-    # Further outputs of the layers by name, [L, ...]: with `router_loss`, "router_loss" [L, B, T]
-    # (experts.balance_losses), and with `returns_routed_experts` "routed_experts" [L, B, T, k]
-    # (experts.select_experts). Here L counts the layers with experts.
+    # By name, for the L layers with experts: with `router_loss`, "router_loss" [L, B, T]
+    # (experts.balance_losses); with `returns_routed_experts`, "routed_experts" [L, B, T, k].
     auxiliary: Auxiliary
 
 
@@ -161,8 +160,7 @@ class Transformer(LayerOptions):
         """Compute the hidden states of tokens.
 
         Args:
-          variables: the parameters, as "params": callers run encoders, which are Flax modules, in
-            the same way.
+          variables: the parameters, as "params", as encoders take them, which are Flax modules.
           tokens_BxT: token ids.
           positions_BxT: position of each token in its sequence, from 0 and below T (below S
             with a cache).
@@ -178,7 +176,7 @@ class Transformer(LayerOptions):
 
         Returns:
           Hidden states and, if unrolled, the cache: that of these tokens with S = T, or the one
-          passed in with the new tokens written to it.
+          passed in with the new tokens.
         """
         params = variables["params"]
         x = self._embed(params, tokens_BxT, positions_BxT)

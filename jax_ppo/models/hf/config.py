@@ -206,8 +206,8 @@ def _read_global_heads(
 def _read_shared_layers(reader: ConfigReader, local_layers: tuple[bool, ...]) -> dict[str, Any]:
     """Return which layers share keys and values of earlier ones, and the width of their MLPs.
 
-    These have a separate stack even if they are as wide as the others: the two groups of layers run
-    as two loops, for which one stack would be cut in two, and copied.
+    These have a separate stack even if they are as wide as the others, as layers of each kind run
+    as a loop.
     """
     name, layers = "num_kv_shared_layers", len(local_layers)
     shared = reader.integer(name, minimum=0, maximum=layers - 1)

@@ -97,8 +97,7 @@ def read_reward_architecture(
 ) -> Architecture | DebertaArchitecture:
     """Return the architecture of a reward model, which is a decoder or an encoder with one score.
 
-    The headers of the weights are read, too; see `read_architecture`. Raise `UserError` unless they
-    belong to a sequence classifier with one label.
+    Raise `UserError` unless the headers of the weights are those of a classifier with one label.
     """
     config = _read_config(folder)
     kind = str(config.get("model_type"))

@@ -56,8 +56,8 @@ def resolve_model_folder(
       files: patterns of the files to download.
 
     Raises:
-      UserError: there is no such folder and the hub has no such repository, or does not answer
-        within about `hub.TIMEOUT_SECONDS` seconds; or the bucket is not accessible.
+      UserError: there is no such folder, repository of the hub or accessible bucket, or the hub
+        does not answer within about `hub.TIMEOUT_SECONDS` seconds.
     """
     if not path:
         raise UserError(f"{what}='': must be set to a Hugging Face folder or hub name")
@@ -104,8 +104,7 @@ def shareable_model_name(path: str, folder: Path) -> tuple[str, str | None]:
     """Return the name by which others find a model, and its revision on the hub.
 
     The name is that of the hub, or an address or absolute path, which have `None` for a revision.
-    `path` is the option as passed to `resolve_model_folder`, which returned `folder`, or "" for a
-    folder of this run.
+    `resolve_model_folder` has returned `folder` for `path`, which is "" for a folder of this run.
     """
     if remote.is_address(path):
         return path, None

@@ -210,10 +210,7 @@ def _select(
 
 
 def _gather(array: jax.Array | MergedKernel, tensor: ExportedTensor, dtype: str) -> jax.Array:
-    """Return a parameter's part in an exported tensor on devices of this process.
-
-    This is a collective operation if the array spans processes.
-    """
+    """Return a parameter's part in a tensor on devices of this process: a collective operation."""
     if isinstance(array, MergedKernel):
         parts = (array.kernel, array.lora_a, array.lora_b)
         one_layer = _select(parts, tensor.index, dtype=dtype, scale=array.scale)
