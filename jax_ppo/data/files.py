@@ -10,14 +10,11 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax_ppo.errors import UserError, did_you_mean, shorten
-
-if TYPE_CHECKING:
-    import pyarrow
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 # Recursive functions copy and print rows and send them to other processes, so that a deeper row
@@ -44,13 +41,9 @@ def read_rows(path: Path, option: str) -> Iterator[tuple[str, dict[str, Any]]]:
         that is not a JSON object. Errors in the contents are raised while iterating.
     """
     require_file(path, option)
-    name = path.name.lower()
-    if name.endswith(".parquet"):
-        return _read_parquet_rows(path)
-    if name.endswith(".csv"):
-        return _read_csv_rows(path)
-    if name.endswith(".json"):
-        return _read_json_rows(path)
+    readers = {".parquet": _read_parquet_rows, ".csv": _read_csv_rows, ".json": _read_json_rows}
+    if reader := readers.get(path.suffix.lower()):
+        return reader(path)
     lines = read_jsonl_lines(path)
     return ((location, parse_jsonl_line(line, location)) for location, line in lines)
 
@@ -87,18 +80,17 @@ def expand_pattern(pattern: Path) -> set[Path]:
 
 def require_file(path: Path, option: str) -> None:
     """Raise `UserError` unless a path, which an option names, is a file."""
-    if path.is_file():
-        return
     if path.is_dir():
         raise folder_error(path, option)
-    folder = path.parent
-    if not folder.is_dir():
+    if not path.parent.is_dir():
         raise UserError(
-            f"{option}: there is no file {path}, nor a folder {folder} (looked from {Path.cwd()})"
+            f"{option}: there is no file {path}, nor a folder {path.parent} (looked from "
+            f"{Path.cwd()})"
         )
-    # Only files that could be read are suggested.
-    siblings = [file.name for file in folder.iterdir() if has_suffix(file.name) and file.is_file()]
-    raise UserError(f"{option}: there is no file {path}.{did_you_mean(path.name, siblings)}")
+    if not path.is_file():
+        # Only files that could be read are suggested.
+        siblings = [x.name for x in path.parent.iterdir() if has_suffix(x.name) and x.is_file()]
+        raise UserError(f"{option}: there is no file {path}.{did_you_mean(path.name, siblings)}")
 
 
 def folder_error(path: Path, option: str) -> UserError:
@@ -210,7 +202,12 @@ def _read_csv_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 if not values:  # a blank line
                     continue
                 if not names:
-                    names = _require_column_names(values, path)
+                    names = values
+                    _refuse_repeated_names(path, names)
+                    if len(names) == 1 and (found := re.search("[;\t|]", names[0])):
+                        raise UserError(
+                            f"{path}: expected commas between columns, found {found[0]!r}"
+                        )
                     continue
                 if len(values) != len(names):
                     raise UserError(
@@ -225,12 +222,31 @@ def _read_csv_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise UserError(f"{path}, after line {end}: cannot be read as CSV: {error}") from error
 
 
-def _require_column_names(names: list[str], path: Path) -> list[str]:
+def _read_parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        # `pre_buffer` would read a whole row group ahead.
+        with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:
+            _refuse_repeated_names(path, file.schema_arrow.names)
+            for batch in file.iter_batches(_PARQUET_BATCH):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}, row {number}", row
+    except UserError:
+        raise
+    # Besides Arrow's own exceptions, this may be OverflowError, for a date after the year 9999, or
+    # UnicodeDecodeError.
+    except Exception as error:
+        raise UserError(
+            f"{path}, after row {number}: cannot be read as Parquet: {' '.join(str(error).split())}"
+        ) from error
+
+
+def _refuse_repeated_names(path: Path, names: Sequence[str]) -> None:
     if len(set(names)) < len(names):
         raise UserError(f"{path}: several columns have the same name: {', '.join(names)}")
-    if len(names) == 1 and (found := re.search("[;\t|]", names[0])):
-        raise UserError(f"{path}: expected commas between columns, found {found[0]!r}")
-    return names
 
 
 def _parse_json(text: str, location: str) -> Any:
@@ -239,7 +255,10 @@ def _parse_json(text: str, location: str) -> Any:
     except UserError as error:
         raise UserError(f"{location}: {error}") from None
     except json.JSONDecodeError as error:
-        raise UserError(f"{location}: not JSON: {_describe_json_error(error)}") from error
+        # Not splitlines: a text that ends too early ends in an empty line, which it would drop.
+        line = shorten(text.split("\n")[error.lineno - 1])
+        place = f"line {error.lineno}, " * ("\n" in text) + f"column {error.colno}"
+        raise UserError(f"{location}: not JSON: {error.msg} at {place} of {line!r}") from error
     except RecursionError as error:
         raise _nesting_error(location) from error
     except ValueError as error:
@@ -261,16 +280,6 @@ def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise UserError(f"two values of an object have the name {shorten(twice)!r}")
     return unique
-
-
-def _describe_json_error(error: json.JSONDecodeError) -> str:
-    position = f"column {error.colno}"
-    line = error.doc
-    if "\n" in error.doc:
-        position = f"line {error.lineno}, {position}"
-        # Not splitlines: a text that ends too early ends in an empty line, which it would drop.
-        line = error.doc.split("\n")[error.lineno - 1]
-    return f"{error.msg} at {position} of {shorten(line)!r}"
 
 
 def _describe_decoding(error: OSError | UnicodeDecodeError) -> str:
@@ -309,48 +318,3 @@ def require_text(value: Any, location: str) -> None:
         raise UserError(
             f"{location}: {half!r} is half of a surrogate pair, not a character"
         ) from error
-
-
-def _read_parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    number = 0
-    for batch in _read_parquet_batches(path):
-        try:
-            rows = batch.to_pylist()
-        # Besides Arrow's own exceptions, this may be OverflowError, for a date after the year 9999,
-        # or UnicodeDecodeError.
-        except Exception as error:
-            raise _parquet_error(path, number, error) from error
-        for row in rows:
-            number += 1
-            yield f"{path}, row {number}", row
-
-
-def _read_parquet_batches(path: Path) -> Iterator["pyarrow.RecordBatch"]:
-    """Yield the rows of a Parquet file, a batch at a time.
-
-    Raises:
-      UserError: it is not a Parquet file, or two columns have the same name.
-    """
-    import pyarrow.parquet
-
-    number = 0
-    try:
-        # `pre_buffer` would read a whole row group ahead.
-        with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:
-            names = file.schema_arrow.names
-            if len(set(names)) < len(names):
-                raise UserError(f"{path}: several columns have the same name: {', '.join(names)}")
-            for batch in file.iter_batches(_PARQUET_BATCH):
-                yield batch
-                number += batch.num_rows
-    except UserError:
-        raise
-    except Exception as error:
-        raise _parquet_error(path, number, error) from error
-
-
-def _parquet_error(path: Path, number: int, error: Exception) -> UserError:
-    """Return the error of a Parquet file that cannot be read after row `number`."""
-    return UserError(
-        f"{path}, after row {number}: cannot be read as Parquet: {' '.join(str(error).split())}"
-    )

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +33,7 @@ class ResponseRow:
     """A prompt with its response as tokens."""
 
     location: str  # "FILE:LINE" or "FILE, row N", counted from 1
-    number: int  # the row of the file, or of all files, counted from 1
+    number: int  # the row of all files, counted from 1
     example: Example  # the prompt and what rules read
     prompt_ids: np.ndarray  # int32 [length]
     response_ids: np.ndarray  # int32 [length], length at least 1
@@ -79,15 +80,8 @@ class GivenResponses(PromptDataset):
             texts = (example.prompt, example.data_source, example.ground_truth)
             facts = (*texts, row.truncated, row.reward)
             digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
-            arrays = (
-                row.prompt_ids,
-                row.response_ids,
-                row.action_mask,
-                row.turn_starts,
-                row.turn_rewards,
-                row.logprobs,
-            )
-            for array in arrays:
+            masks = (row.action_mask, row.turn_starts)
+            for array in (row.prompt_ids, row.response_ids, *masks, row.turn_rewards, row.logprobs):
                 digest.update(b"|" if array is None else b"%d|" % len(array) + array.tobytes())
         return {"rows": len(self), "memory": digest.hexdigest()[:32]}
 
@@ -160,56 +154,64 @@ class ResponseReader:
         Raises:
           UserError: a file as a whole cannot be read.
         """
-        paths = find_response_files(path, option)
-        raw_rows = (row for file in paths for row in _read_raw_rows(file, option))
+        raw_rows = itertools.chain.from_iterable(
+            _read_raw_rows(file, option) for file in find_response_files(path, option)
+        )
         for number, (location, raw) in enumerate(raw_rows, start=1):
             try:
                 row = raw if isinstance(raw, dict) else files.parse_jsonl_line(raw, location)
                 yield self._convert(row, location, number)
             except UserError as error:
                 reason = str(error).removeprefix(f"{location}: ")
-                yield RefusedRow(location, reason, _row_text(raw))
+                if isinstance(raw, bytes):
+                    text = raw.decode("utf-8", errors="replace").rstrip("\r\n")
+                else:
+                    text = json.dumps(raw, ensure_ascii=False, default=str)
+                yield RefusedRow(location, reason, text)
 
     def _convert(self, row: dict[str, Any], location: str, number: int) -> ResponseRow:
         if {"prompt_ids", "response_ids"} <= row.keys():
+            # In a row of texts, a column of this name has something else, such as passages.
+            if any(row.get("contexts") or ()):
+                raise UserError("has several contexts, which jax_ppo 0.1 reads")
             example = _sampled_example(row)
             prompt_ids = _token_ids(row, "prompt_ids", self.vocab_size)
             response_ids = _token_ids(row, "response_ids", self.vocab_size)
         else:
             example = self.parse(row, location)
             prompt_ids, response_ids = self._encode(example)
-        for name, ids, longest in (
-            ("prompt", prompt_ids, self.max_prompt_length),
-            ("response", response_ids, self.max_response_length),
+        for name, length, longest in (
+            ("prompt", len(prompt_ids), self.max_prompt_length),
+            ("response", len(response_ids), self.max_response_length),
         ):
-            if not len(ids):
+            if not length:
                 raise UserError(f"the {name} is empty")
-            if len(ids) > longest:
+            if length > longest:
                 raise UserError(
-                    f"the {name} has {len(ids)} tokens, and config.data.max_{name}_length={longest}"
+                    f"the {name} has {length} tokens, and config.data.max_{name}_length={longest}"
                 )
         if obstacle := self.find_obstacle(example):
             raise UserError(obstacle)
-        length = len(response_ids)
-        action_mask = _numbers(row, "action_mask", length)
-        action_mask = np.ones(length, bool) if action_mask is None else action_mask != 0
+        columns = ("action_mask", "turn_starts", "turn_rewards", "sampled_logprobs")
+        mask, starts, turn_rewards, logprobs = (_numbers(row, name, length) for name in columns)
+        action_mask = np.ones(length, bool) if mask is None else mask != 0
         if not action_mask.any():
             raise UserError("action_mask has no token that the policy chose")
-        turn_starts = _numbers(row, "turn_starts", length)
-        # In a row of texts, a column of this name has something else, such as passages.
-        if "response_ids" in row and any(row.get("contexts") or ()):
-            raise UserError("has several contexts, which jax_ppo 0.1 reads")
         # Where nothing says so, a turn is what no other token interrupts.
-        starts = action_mask & ~np.append(False, action_mask[:-1])
-        if turn_starts is not None:
-            starts |= action_mask & (turn_starts != 0)
-        turn_rewards = _numbers(row, "turn_rewards", length)
-        logprobs = _numbers(row, "sampled_logprobs", length)
+        turn_starts = action_mask & ~np.append(False, action_mask[:-1])
+        if starts is not None:
+            turn_starts |= action_mask & (starts != 0)
         reward = None
         if self.reward_key:
             reward = _finite(row.get(self.reward_key), self.reward_key)
             if turn_rewards is not None:
                 reward -= float(turn_rewards.sum())  # a logged score has both
+        # Text in a CSV file.
+        truncated = str(row.get("truncated") or "").lower()
+        if truncated not in ("", "0", "false", "1", "true"):
+            raise UserError(
+                f"truncated: expected true or false, got {shorten(repr(row['truncated']))}"
+            )
         return ResponseRow(
             location=location,
             number=number,
@@ -217,8 +219,8 @@ class ResponseReader:
             prompt_ids=prompt_ids,
             response_ids=response_ids,
             action_mask=action_mask,
-            turn_starts=starts,
-            truncated=_read_truncated(row.get("truncated")),
+            turn_starts=turn_starts,
+            truncated=truncated in ("1", "true"),
             reward=reward,
             turn_rewards=turn_rewards,
             logprobs=logprobs,
@@ -230,12 +232,10 @@ class ResponseReader:
             raise UserError("has no response")
         if not example.response.strip():
             raise UserError("the response is empty")
-        arguments = (self.tokenizer, example.prompt)
+        chat, options = (self.tokenizer, example.prompt), (self.chat_template, example.tools)
         try:
-            prompt_ids = encode_prompt(*arguments, self.chat_template, example.tools)
-            [ids] = encode_responses(
-                *arguments, [example.response], self.chat_template, example.tools
-            )
+            prompt_ids = encode_prompt(*chat, *options)
+            [ids] = encode_responses(*chat, [example.response], *options)
         # A chat template raises errors of any kind.
         except Exception as error:
             raise UserError(f"cannot be encoded: {error}") from error
@@ -271,12 +271,6 @@ def _read_raw_rows(path: Path, option: str) -> Iterator[tuple[str, bytes | dict[
         yield from files.read_rows(path, option)
 
 
-def _row_text(raw: bytes | dict[str, Any]) -> str:
-    if isinstance(raw, bytes):
-        return raw.decode("utf-8", errors="replace").rstrip("\r\n")
-    return json.dumps(raw, ensure_ascii=False, default=str)
-
-
 def _sampled_example(row: dict[str, Any]) -> Example:
     """Return the example of a row that a run has logged."""
     for name in ("prompt", "data_source"):
@@ -309,16 +303,6 @@ def _numbers(row: dict[str, Any], name: str, length: int) -> np.ndarray | None:
     if not isinstance(values, list) or len(values) != length:
         raise UserError(f"{name}: expected {length} numbers, one per token of the response")
     return np.array([_finite(value, name) for value in values], np.float32)
-
-
-def _read_truncated(value: Any) -> bool:
-    """Return whether a response was truncated, text in a CSV file; a missing value is false."""
-    text = str(value).lower()
-    if value is None or text in ("", "0", "false"):
-        return False
-    if text in ("1", "true"):
-        return True
-    raise UserError(f"truncated: expected true or false, got {shorten(repr(value))}")
 
 
 def _finite(value: Any, name: str) -> float:

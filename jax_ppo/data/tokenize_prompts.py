@@ -113,10 +113,18 @@ def tokenize_prompts(
         encoded += chunk
         on_progress(len(encoded), len(examples))
     kept = [(e, ids) for e, ids in zip(examples, encoded, strict=True) if ids is not None]
+    dropped = len(examples) - len(kept)
     longest = encoding.max_prompt_length
-    _report_long_prompts(len(examples) - len(kept), len(examples), longest, name)
-    usable_examples = tuple(example for example, _ in kept)
-    return PromptDataset(usable_examples, [ids for _, ids in kept], longest, name)
+    longer = f"longer than config.data.max_prompt_length={longest} tokens"
+    report_dropped(
+        name,
+        dropped,
+        len(examples),
+        f"prompts, {longer}",
+        f"no prompt is left of {len(examples)}; {dropped} are {longer}. Set it higher, or use "
+        "other data",
+    )
+    return PromptDataset(tuple(e for e, _ in kept), [ids for _, ids in kept], longest, name)
 
 
 def _encode_chunks(
@@ -141,7 +149,7 @@ def _encode_in_workers(
     encoding: PromptEncoding,
     cores: int,
 ) -> Iterator[list[np.ndarray | None]]:
-    """Yield the results of `_encode_chunk` for each chunk's arguments, in their order."""
+    """Yield the results of `encode_prompts` for each chunk, in their order."""
     workers = min(cores, len(chunks))
     with processes.explained_semaphores():
         pool = concurrent.futures.ProcessPoolExecutor(
@@ -162,14 +170,12 @@ def _encode_in_workers(
         pool.shutdown(cancel_futures=True)
 
 
-# Of a worker process: what it encodes prompts with.
-_worker_tokenizer: Any = None
-_worker_encoding: PromptEncoding
+_of_worker: Any = None  # tokenizer and encoding of a worker process
 
 
 def _initialize_worker(parent: int, tokenizer: Tokenizer, encoding: PromptEncoding) -> None:
-    global _worker_tokenizer, _worker_encoding
-    _worker_tokenizer, _worker_encoding = tokenizer, encoding
+    global _of_worker
+    _of_worker = tokenizer, encoding
     # Ctrl-C reaches all processes of the command, but the run ends its workers itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     processes.end_with_parent(parent)
@@ -178,7 +184,8 @@ def _initialize_worker(parent: int, tokenizer: Tokenizer, encoding: PromptEncodi
 def _encode_chunk(
     examples: Sequence[Example], name: str, first_row: int
 ) -> list[np.ndarray | None]:
-    return list(encode_prompts(examples, _worker_tokenizer, _worker_encoding, name, first_row))
+    tokenizer, encoding = _of_worker
+    return list(encode_prompts(examples, tokenizer, encoding, name, first_row))
 
 
 def encode_prompts(
@@ -197,9 +204,15 @@ def encode_prompts(
     for row, example in enumerate(examples, first_row):
         location = example.describe_location(row, name)
         text, special = _render_example(example, tokenizer, encoding.chat_template, location)
-        # The exact length matters only for a prompt that is truncated.
-        longest = None if encoding.truncates else limit
-        ids = _encode_rendered(tokenizer, text, special, location, longest)
+        ids = None
+        try:
+            # The exact length matters only for a prompt that is truncated.
+            if encoding.truncates or not certainly_exceeds(tokenizer, text, limit):
+                ids = encode_text(tokenizer, text, special)
+        except Exception as error:
+            raise UserError(f"{location}: the prompt cannot be encoded: {error}") from error
+        if ids == []:
+            raise UserError(f"{location}: the prompt has no tokens: {text[:80]!r}")
         # Too long: drop it, raise, or truncate, in this order of precedence.
         if ids is None or len(ids) > limit:
             if encoding.filter_overlong_prompts:
@@ -209,15 +222,6 @@ def encode_prompts(
                 raise _overlong_error(f"more than {limit}", limit, location)
             ids = _truncate(ids, limit, encoding.truncation, location)
         yield np.asarray(ids, np.int32)
-
-
-def _report_long_prompts(dropped: int, total: int, max_prompt_length: int, name: str) -> None:
-    """Log the number of dropped prompts; raise `UserError` if none is left."""
-    longer = f"longer than config.data.max_prompt_length={max_prompt_length} tokens"
-    problem = (
-        f"no prompt is left of {total}; {dropped} are {longer}. Set it higher, or use other data"
-    )
-    report_dropped(name, dropped, total, f"prompts, {longer}", problem)
 
 
 def report_dropped(name: str, dropped: int, total: int, which: str, problem: str) -> None:
@@ -241,9 +245,7 @@ def _report_unread_parts(
             counted(chats, "chat"),
         )
     with_tools = [example for example in examples if example.tools]
-    if not with_tools:
-        return
-    if chat_template is not False and "tools" in template_variables(tokenizer):
+    if with_tools and chat_template is not False and "tools" in template_variables(tokenizer):
         with_tools = [example for example in with_tools if isinstance(example.prompt, str)]
     if with_tools:
         log.warning(
@@ -283,25 +285,6 @@ def _render_example(
                 f"{message['role']!r}, {shorten(str(said))}; write it in a form that it renders"
             )
     return text, special
-
-
-def _encode_rendered(
-    tokenizer: Tokenizer,
-    text: str,
-    special: bool,
-    location: str,
-    longest: int | None,
-) -> list[int] | None:
-    """Return the token ids of a text; `None` if it has certainly more than `longest`, if given."""
-    try:
-        if longest is not None and certainly_exceeds(tokenizer, text, longest):
-            return None
-        ids = encode_text(tokenizer, text, special)
-    except Exception as error:
-        raise UserError(f"{location}: the prompt cannot be encoded: {error}") from error
-    if not ids:
-        raise UserError(f"{location}: the prompt has no tokens: {text[:80]!r}")
-    return ids
 
 
 def _truncate(ids: list[int], width: int, truncation: str, location: str) -> list[int]:

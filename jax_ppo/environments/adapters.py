@@ -23,7 +23,7 @@ from typing import Any
 
 from jax_ppo.config.rollout_options import MultiTurn
 from jax_ppo.data.messages import quote_cell
-from jax_ppo.environments.protocol import EnvironmentLost
+from jax_ppo.environments.protocol import ENVIRONMENT_OPTION, EnvironmentLost
 from jax_ppo.http_client import HTTPClient, RequestFault
 from jax_ppo.types import Example
 
@@ -109,7 +109,7 @@ class RemoteEnvironment:
       metric_names: the numbers of `info` that are reported.
     """
 
-    def __init__(self, options: MultiTurn, metric_names: tuple[str, ...], option: str) -> None:
+    def __init__(self, options: MultiTurn, metric_names: tuple[str, ...]) -> None:
         """Take the address and limits from `config.rollout.multi_turn`; nothing is sent yet.
 
         Raises:
@@ -118,7 +118,7 @@ class RemoteEnvironment:
         self.metric_names = metric_names
         self._options = options
         self._server = HTTPClient(
-            option=f"config.{option}",
+            option=f"config.{ENVIRONMENT_OPTION}",
             url=options.environment,
             key_variable=KEY_VARIABLE,
             timeout=options.url_timeout,

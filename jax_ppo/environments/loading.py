@@ -23,13 +23,16 @@ from jax_ppo.environments.adapters import (
     has_gymnasium_reset,
 )
 from jax_ppo.environments.host import HostEnvironment
-from jax_ppo.environments.protocol import FAILURES, EnvironmentLost, validate_metric_names
+from jax_ppo.environments.protocol import (
+    ENVIRONMENT_OPTION,
+    FAILURES,
+    EnvironmentLost,
+    validate_metric_names,
+)
 from jax_ppo.environments.tool_calls import ROLE, TOOLS_PREFIX, ToolEnvironment, parse_calls
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.http_client import RequestFault
 from jax_ppo.types import Example
-
-ENVIRONMENT_OPTION = "rollout.multi_turn.environment"
 
 _GYMNASIUM = "gymnasium:"
 
@@ -43,52 +46,46 @@ def load_environment_class(options: MultiTurn) -> Callable[..., Any] | None:
     name = options.environment
     if not name:
         return None
+    setting = f"config.{ENVIRONMENT_OPTION}={name!r}"
     info_metrics = parsing.parse_names(options.info_metrics)
     info_setting = f"config.rollout.multi_turn.info_metrics={options.info_metrics!r}"
     validate_metric_names(info_metrics, info_setting)
     if name.startswith(("http://", "https://")):
-        return RemoteEnvironment(options, info_metrics, ENVIRONMENT_OPTION)
+        return RemoteEnvironment(options, info_metrics)
     if name.startswith(TOOLS_PREFIX):
-        return ToolEnvironment(options, ENVIRONMENT_OPTION)
+        return ToolEnvironment(options)
     if name.startswith(_GYMNASIUM):
-        return GymnasiumEnvironment(name, _find_registered(name), info_metrics)
+        try:
+            gymnasium = importlib.import_module("gymnasium")
+        except ImportError:
+            raise UserError(f"{setting}: needs Gymnasium: pip install gymnasium") from None
+        make = functools.partial(gymnasium.make, name.removeprefix(_GYMNASIUM))
+        _try(setting, make).close()
+        return GymnasiumEnvironment(name, make, info_metrics)
     environment_class = plugins.load_plugin(name, ENVIRONMENT_OPTION, (), by_name=True)
     # A function makes environments, too: one of them shows which kind.
     made: Any = environment_class
     if not isinstance(environment_class, type):
-        made = _try(f"config.{ENVIRONMENT_OPTION}={name!r}", environment_class)
+        made = _try(setting, environment_class)
     for method in ("reset", "step"):
         if not callable(getattr(made, method, None)):
             raise UserError(
-                f"config.{ENVIRONMENT_OPTION}={name!r}: has no method {method}; expected a class "
-                "as in jax_ppo/environments/protocol.py, or Gymnasium's methods"
+                f"{setting}: has no method {method}; expected a class as in "
+                "jax_ppo/environments/protocol.py, or Gymnasium's methods"
             )
     if has_gymnasium_reset(made):
         return GymnasiumEnvironment(name, environment_class, info_metrics)
     if made is not environment_class:
         raise UserError(
-            f"config.{ENVIRONMENT_OPTION}={name!r}: is a function that makes no environment with "
-            "Gymnasium's methods; expected a class"
+            f"{setting}: is a function that makes no environment with Gymnasium's methods; "
+            "expected a class"
         )
     if info_metrics:
         raise UserError(
             f"{info_setting}: {name} has no info of Gymnasium's; name its metrics in metric_names"
         )
-    names = getattr(environment_class, "metric_names", ())
-    validate_metric_names(names, f"config.{ENVIRONMENT_OPTION}={name!r}")
+    validate_metric_names(getattr(environment_class, "metric_names", ()), setting)
     return environment_class
-
-
-def _find_registered(name: str) -> Callable[[], Any]:
-    """Return what makes the environment of `gymnasium:ID`; raise `UserError` if nothing does."""
-    setting = f"config.{ENVIRONMENT_OPTION}={name!r}"
-    try:
-        gymnasium = importlib.import_module("gymnasium")
-    except ImportError:
-        raise UserError(f"{setting}: needs Gymnasium: pip install gymnasium") from None
-    make = functools.partial(gymnasium.make, name.removeprefix(_GYMNASIUM))
-    _try(setting, make).close()
-    return make
 
 
 def _try(setting: str, call: Callable[..., Any], *arguments: Any) -> Any:
@@ -112,7 +109,7 @@ def describe_tools(
     Raise `UserError` for a prompt that is not a chat, which tools need.
     """
     if isinstance(environment_class, ToolEnvironment):
-        return environment_class.describe(examples, ENVIRONMENT_OPTION)
+        return environment_class.describe(examples)
     return examples
 
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.types import Example
 
+ENVIRONMENT_OPTION = "rollout.multi_turn.environment"
 FAILED = "failed"  # metric of all environments: 1 if a failure ended the dialogue, else 0
 
 # What an environment may raise as a failure of its dialogue alone; awaited code raises the last.

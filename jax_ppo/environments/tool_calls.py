@@ -25,7 +25,7 @@ from jax_ppo.data.chat_templates import function_schema
 from jax_ppo.data.files import unique_names
 from jax_ppo.environments import sandbox
 from jax_ppo.environments.calculator import LONGEST, calculate
-from jax_ppo.environments.protocol import FAILURES
+from jax_ppo.environments.protocol import ENVIRONMENT_OPTION, FAILURES
 from jax_ppo.errors import UserError, printable_lines, shorten
 from jax_ppo.thoughts import after_thinking
 from jax_ppo.types import Example
@@ -129,7 +129,7 @@ class ToolEnvironment:
 
     metric_names = ("tool_calls", "tool_errors")
 
-    def __init__(self, options: MultiTurn, option: str) -> None:
+    def __init__(self, options: MultiTurn) -> None:
         """Find the tools that `tools:NAME,FILE.py:FUNCTION` names.
 
         Raises:
@@ -137,9 +137,9 @@ class ToolEnvironment:
         """
         self._name = options.environment
         self._tools: dict[str, Tool] = {}
-        setting = f"config.{option}={self._name!r}"
+        setting = f"config.{ENVIRONMENT_OPTION}={self._name!r}"
         for name in parsing.parse_names(self._name.removeprefix(TOOLS_PREFIX)):
-            tool = _load_tool(name, options, option)
+            tool = _load_tool(name, options)
             if tool.name in self._tools:
                 raise UserError(f"{setting}: two tools have the name {tool.name!r}")
             self._tools[tool.name] = tool
@@ -155,13 +155,13 @@ class ToolEnvironment:
         """Return the environment of a dialogue."""
         return ToolDialogue(self._tools)
 
-    def describe(self, examples: Sequence[Example], option: str) -> list[Example]:
+    def describe(self, examples: Sequence[Example]) -> list[Example]:
         """Return examples with the tools, or a row's own; raise `UserError` for a plain prompt."""
         described = []
         for example in examples:
             if isinstance(example.prompt, str):
                 raise UserError(
-                    f"config.{option}={self._name!r}: tools need chats, but the prompt "
+                    f"config.{ENVIRONMENT_OPTION}={self._name!r}: tools need chats, but the prompt "
                     f"{shorten(example.prompt)!r} is plain text"
                 )
             tools = example.tools or self.schemas
@@ -256,9 +256,9 @@ def _built_in_tools(options: MultiTurn) -> dict[str, Tool]:
     return tools
 
 
-def _load_tool(name: str, options: MultiTurn, option: str) -> Tool:
+def _load_tool(name: str, options: MultiTurn) -> Tool:
     """Return a built-in tool, or the user's function as a tool."""
-    setting = f"config.{option}: the tool {name!r}"
+    setting = f"config.{ENVIRONMENT_OPTION}: the tool {name!r}"
     built_in = _built_in_tools(options)
     if name in built_in:
         return built_in[name]
@@ -271,7 +271,9 @@ def _load_tool(name: str, options: MultiTurn, option: str) -> Tool:
         parameters = _schema_of(function, setting)["function"].get("parameters", {})
         return tuple(parameters.get("properties", {}))
 
-    function = plugins.load_plugin(name, option, (), by_name=True, other_arguments=arguments)
+    function = plugins.load_plugin(
+        name, ENVIRONMENT_OPTION, (), by_name=True, other_arguments=arguments
+    )
     return Tool(_schema_of(function, setting), function)
 
 

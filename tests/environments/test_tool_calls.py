@@ -104,9 +104,7 @@ def step(made, text):
 def test_the_schemas_are_in_the_prompt_unless_the_row_has_its_own(load, tokenizer):
     made, _ = load("calculator", ":search")
     own = {"type": "function", "function": {"name": "mine"}}
-    first, second = made.describe(
-        [ASKED, Example(ASKED.prompt, "mine", tools=(own,))], "rollout.multi_turn.environment"
-    )
+    first, second = made.describe([ASKED, Example(ASKED.prompt, "mine", tools=(own,))])
     calculator, search = [tool["function"] for tool in first.tools]
     assert calculator["name"] == "calculator" and calculator["parameters"]["required"] == [
         "expression"
@@ -116,7 +114,7 @@ def test_the_schemas_are_in_the_prompt_unless_the_row_has_its_own(load, tokenize
     text = tokenizer.decode(encode_prompt(tokenizer, first.prompt, tools=first.tools))
     assert '"name": "search"' in text and text.endswith("48/2?<|im_end|>\n<|im_start|>assistant\n")
     with pytest.raises(UserError, match="tools need chats, but the prompt 'Two' is plain text"):
-        made.describe([Example("Two", "mine")], "rollout.multi_turn.environment")
+        made.describe([Example("Two", "mine")])
 
 
 def test_calls_are_answered_in_order_and_a_turn_without_one_ends_the_dialogue(load):
