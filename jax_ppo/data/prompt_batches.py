@@ -158,17 +158,15 @@ class Mixture:
         """Return the draws `start` to `end` of a source, counted over all epochs."""
         rows = self._rows[source]
         first_pass = start // len(rows)
-        last_pass = (end - 1) // len(rows)
-        passes = [self._pass_order(source, number) for number in range(first_pass, last_pass + 1)]
+        passes = [rows] * ((end - 1) // len(rows) - first_pass + 1)
+        if self._shuffle:
+            # With three numbers, no pass has the seed of an epoch, which has two.
+            passes = [
+                np.random.default_rng([self._seed, number, source + 1]).permutation(rows)
+                for number in range(first_pass, first_pass + len(passes))
+            ]
         offset = first_pass * len(rows)
         return np.concatenate(passes)[start - offset : end - offset]
-
-    def _pass_order(self, source: int, number: int) -> np.ndarray:
-        rows = self._rows[source]
-        if not self._shuffle:
-            return rows
-        # With three numbers, no pass has the seed of an epoch, which has two.
-        return np.random.default_rng([self._seed, number, source + 1]).permutation(rows)
 
 
 def evaluation_batches(dataset: PromptDataset, batch_size: int) -> Iterator[PromptBatch]:
@@ -220,11 +218,10 @@ def bucket_width(length: int, cap: int) -> int:
     It is the smallest of 16, 32, 64, 96, 128, 192, 256, 384, 512, ... that is not below `length`,
     and at most `cap`. The widths are few so that few shapes are compiled.
     """
-    power = 16
-    while power < length:
-        power *= 2
+    width = 16
+    while width < length:
+        width *= 2
     # Above 64 there is a width between two powers of two.
-    between = power * 3 // 4
-    if power > 64 and length <= between:
-        return min(between, cap)
-    return min(power, cap)
+    if width > 64 and length <= width * 3 // 4:
+        width = width * 3 // 4
+    return min(width, cap)

@@ -129,7 +129,6 @@ class RemoteEnvironment:
         self._lost = ""
 
     def __str__(self) -> str:
-        """Return the address, without what may be secret."""
         return str(self._server)
 
     def __call__(self) -> "RemoteDialogue":

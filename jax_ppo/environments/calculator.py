@@ -57,19 +57,14 @@ def calculate(text: str) -> str:
     words = characters.split()
     for first in range(len(words)):
         try:
-            parsed = ast.parse(" ".join(words[first:]), mode="eval")
-            return _format(_evaluate(parsed.body))
+            value = _evaluate(ast.parse(" ".join(words[first:]), mode="eval").body)
         except (SyntaxError, ValueError, ZeroDivisionError):
             continue
+        # A float would round long integers.
+        scaled = round(value * 10**4)
+        whole, decimals = divmod(abs(scaled), 10**4)
+        return f"{'-' * (scaled < 0)}{whole}.{decimals:04d}".rstrip("0").rstrip(".")
     return ""
-
-
-def _format(value: Fraction) -> str:
-    # A float would round long integers.
-    scaled = round(value * 10**4)
-    whole, decimals = divmod(abs(scaled), 10**4)
-    sign = "-" if scaled < 0 else ""
-    return f"{sign}{whole}.{decimals:04d}".rstrip("0").rstrip(".")
 
 
 def _evaluate(node: ast.AST) -> Fraction:

@@ -130,10 +130,8 @@ def _parse_step_reward(pair: Any) -> tuple[int, float]:
 def _require_number(value: Any, name: str) -> float:
     number = as_float(value)
     if number is None:
-        raise UserError(
-            f"{name} is of the type {type(value).__name__}; expected a number that a float32 can "
-            "hold"
-        )
+        kind = type(value).__name__
+        raise UserError(f"{name} is of the type {kind}; expected a number that a float32 can hold")
     return number
 
 

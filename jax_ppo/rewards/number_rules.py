@@ -72,25 +72,26 @@ def parse_number(text: str) -> Quantity | None:
     """Return what the whole text says: a number or a time, and a unit if any; otherwise `None`."""
     text = text.strip()
     match = _NUMBER.match(text)
-    if match is None or len(text) > LONGEST_NUMBER or not _is_unit(text[match.end() :]):
+    if match is None or len(text) > LONGEST_NUMBER:
         return None
-    return _evaluate(match)
+    # Nothing, a full stop or a unit may follow.
+    words = [word for word in _BLANK.split(text[match.end() :].rstrip(".,")) if word]
+    is_unit = len(words) <= _MOST_UNIT_WORDS and all(
+        _UNIT_WORD.fullmatch(word) and word.lower() not in _NO_UNITS for word in words
+    )
+    return _evaluate(match) if is_unit else None
 
 
 def leading_number(text: str) -> str | None:
     """Return the number at the beginning of a text; `None` if something longer begins there."""
     match = _NUMBER.match(text)
-    if match is None or _CONTINUATION.match(text, match.end()):
-        return None
-    return _written(match)
+    return _written(match) if match and not _CONTINUATION.match(text, match.end()) else None
 
 
 def last_number(text: str) -> str | None:
     """Return the last number of a text in any notation, without currency and grouping."""
     matches = list(_NUMBER.finditer(text))
-    if not matches:
-        return None
-    return _written(matches[-1])
+    return _written(matches[-1]) if matches else None
 
 
 def format_quantity(quantity: Quantity) -> str:
@@ -145,14 +146,6 @@ def _evaluate(match: re.Match[str]) -> Quantity | None:
 def _decimal(match: re.Match[str], digits: str, exponent: str) -> Fraction:
     power = int(match[exponent] or match[f"{exponent}_power"] or 0)
     return Fraction(_GROUPING.sub("", match[digits])) * Fraction(10) ** power
-
-
-def _is_unit(text: str) -> bool:
-    """Return whether a text after a number is empty, a full stop or a unit."""
-    words = [word for word in _BLANK.split(text.rstrip(".,")) if word]
-    return len(words) <= _MOST_UNIT_WORDS and all(
-        _UNIT_WORD.fullmatch(word) and word.lower() not in _NO_UNITS for word in words
-    )
 
 
 def extract_gsm8k(text: str, method: str) -> str | None:
