@@ -324,14 +324,6 @@ def test_commands_that_do_not_learn_while_they_decode_use_all_devices():
     assert devices == {"train": 2, "critic": 2, "plan": 2, "evaluate": 0, "sft": 0}
 
 
-def test_wrong_type_is_named():
-    values = loading.default_config()
-    with values.ignore_type():
-        values.rollout.n = "four"
-    with pytest.raises(UserError, match=r"config\.rollout\.n='four': expected int"):
-        loading.from_config_dict(values)
-
-
 @pytest.fixture
 def config_file(tmp_path):
     path = tmp_path / "tiny.py"
@@ -448,8 +440,6 @@ def test_all_mistakes_of_a_command_line_are_reported_at_once(config_file):
 def test_missing_file_names_the_nearest(config_file):
     with pytest.raises(UserError, match=r"no such file. Did you mean .*tiny\.py"):
         command_line.read_command_line(["train", f"--config={config_file.parent}/tinny.py"])
-    with pytest.raises(UserError, match=r"Did you mean gsm8k\?"):
-        command_line.read_command_line(["train", "--config=GSM8K"])
 
 
 @pytest.mark.parametrize("name", ["verl.yaml", "config.json"])

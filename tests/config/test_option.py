@@ -64,3 +64,5 @@ def test_a_note_says_when_an_option_has_an_effect():
         "config.reward.normalize_shift=False has no effect with the other options: it is read only "
         "if `reward.normalize` is running"
     )
+    normalized = tiny.config(reward__normalize="running", reward__normalize_shift=False)
+    assert "normalize_shift" not in " ".join(notes.train_notes(normalized))

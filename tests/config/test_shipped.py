@@ -46,17 +46,8 @@ def test_supervised_training_has_no_smoke_form(name, command):
         load_config(f"{name}:smoke", command=command)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        # The exhaustive suite has the other kinds of steps.
-        pytest.param("hh_rlhf", marks=pytest.mark.exhaustive),
-        *(
-            pytest.param(name, marks=pytest.mark.exhaustive)
-            for name in ("dapo", "gsm8k_lora", "qwen2_5_7b")
-        ),
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["hh_rlhf", "dapo", "gsm8k_lora", "qwen2_5_7b"])
 def test_the_smoke_form_trains(name, tmp_path):
     options = {
         "trainer.total_training_steps": 2,

@@ -41,13 +41,6 @@ def test_turns_are_noted_where_no_environment_divides_responses():
     assert "turn_gamma=0.9 has no effect" in noted
 
 
-def test_an_option_of_normalized_rewards_is_noted_where_none_are():
-    shift = {"reward__normalize_shift": False}
-    assert "normalize_shift=False" in " ".join(validation.train_notes(tiny.config(**shift)))
-    normalized = tiny.config(reward__normalize="running", **shift)
-    assert "normalize_shift" not in " ".join(validation.train_notes(normalized))
-
-
 def test_a_warm_up_as_long_as_the_run_is_noted():
     optims = {
         section: training_options.Optim(lr=1e-3, lr_warmup_steps=steps)

@@ -155,8 +155,7 @@ def run_step(config: Any, mesh: jax.sharding.Mesh, replays: bool) -> Result:
         experience, _ = tiny.make_experience(config, mesh, state, rollout, rows=rows)
         scored = jax.tree.map(np.asarray, experience)
         batches = tiny.pack_batches(config, mesh, rollout, GROUPS, rows)
-        nets = tiny.networks(config)
-        state, _ = tiny.update_state(config, nets, 100, state, experience, batches, batches)
+        state, _ = tiny.update_state(config, state, experience, batches, batches)
         after = jax.tree.map(np.asarray, (state.actor, state.critic))
         return Result(scored, before, after, drawn.responses)
 

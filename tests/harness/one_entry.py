@@ -102,9 +102,7 @@ def train() -> None:
         np.testing.assert_allclose(first_tokens, [-2.5, -1.5, 2.5, -0.5, 0, 0, 0, 0], atol=1e-6)
         batches = tiny.pack_batches(config, mesh, rollout, [np.arange(tiny.B)], 4)
         before = jax.device_get(state.actor)
-        state, metrics = tiny.update_state(
-            config, tiny.networks(config), 4, state, experience, batches, None
-        )
+        state, metrics = tiny.update_state(config, state, experience, batches, None, 4)
     assert float(metrics["actor/grad_norm"]) > 0
     np.testing.assert_allclose(metrics["actor/kl_loss"], 3, rtol=1e-6)
     assert not np.array_equal(before["norm"]["scale"], state.actor["norm"]["scale"])

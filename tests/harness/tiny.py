@@ -16,6 +16,7 @@ from jax_ppo.ppo import forward_passes, update
 from jax_ppo.ppo.experience import estimate_experience as estimate
 from jax_ppo.ppo.objectives import UpdateOptions
 from jax_ppo.ppo.reward_shaping import EarnedRewards, ExperienceOptions
+from jax_ppo.run.evaluation import Evaluation
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.training import packing
 from jax_ppo.training.control import first_control
@@ -252,6 +253,12 @@ def make_experience(config, mesh, state, rollout, rewards=None, rows=2, step_rew
     )
 
 
+def make_evaluation(mean, records=(), **figures):
+    """Return figures of an evaluation with this accuracy, and this mean reward or 0."""
+    fields = {"accuracy": mean, "reward_mean": mean or 0.0, "length_mean": 4.0, "figures": {}}
+    return Evaluation(**fields, records=list(records), responses_per_prompt=1, **figures)
+
+
 # The functions of one step, called with a whole config.
 
 
@@ -268,11 +275,11 @@ def estimate_experience(config, control, sequences, logprobs, outputs, *rewards)
     return estimate(options, control, sequences, logprobs, outputs, EarnedRewards(*rewards))
 
 
-def update_state(config, *arguments):
+def update_state(config, state, experience, actor, critic, total_steps=100, nets=None):
     """Call `update.update_state` with the config's options and the mini-batches of both roles."""
-    nets, total_steps, *arguments, actor, critic = arguments
+    nets = nets or networks(config)
     setup = update.UpdateSetup(UpdateOptions.from_config(config), nets, total_steps)
-    return update.update_state(setup, *arguments, by_role(actor, critic))
+    return update.update_state(setup, state, experience, by_role(actor, critic))
 
 
 def by_role(actor, critic):
@@ -280,12 +287,11 @@ def by_role(actor, critic):
     return {"actor": actor} | ({} if critic is None else {"critic": critic})
 
 
-def update_programs(config, *arguments):
+def update_programs(config, state, experience, actor, critic, total_steps=100):
     """Return the update of each role and its arguments, with the config's options."""
     functions = {"actor": update.update_actor, "critic": update.update_critic}
-    nets, total_steps, *arguments, actor, critic = arguments
-    setup = update.UpdateSetup(UpdateOptions.from_config(config), nets, total_steps)
-    of_roles = update.update_arguments(setup, *arguments, by_role(actor, critic))
+    setup = update.UpdateSetup(UpdateOptions.from_config(config), networks(config), total_steps)
+    of_roles = update.update_arguments(setup, state, experience, by_role(actor, critic))
     return [(functions[role], role_arguments) for role, role_arguments in of_roles.items()]
 
 

@@ -28,13 +28,7 @@ def run_update(
         batches = tiny.pack_batches(config, mesh, rollout, groups, rows)
         before = jax.tree.map(np.array, state)
         state, metrics = tiny.update_state(
-            config,
-            tiny.networks(config),
-            total_steps,
-            state,
-            experience,
-            batches,
-            batches if config.has_critic else None,
+            config, state, experience, batches, batches if config.has_critic else None, total_steps
         )
     return (
         before,

@@ -357,6 +357,11 @@ def test_a_packing_puts_every_token_in_one_place(data, row_length, rows_per_micr
         assert (sample[count:] == -1).all() and all(
             (micro_batch >= 0).any() for micro_batch in sample[:count]
         )
+        for b in group:  # one run of a row, in order
+            places = np.flatnonzero(sample == b)
+            assert np.ptp(places) == lengths[b] - 1
+            assert places[0] % row_length + lengths[b] <= row_length
+            assert (np.diff(position.ravel()[places]) == 1).all()
     rows = packing.assign_to_rows(lengths, row_length, packed)
     assert sorted(sum(rows, [])) == list(range(12))
     assert all(lengths[row].sum() <= row_length for row in rows)

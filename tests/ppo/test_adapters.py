@@ -89,9 +89,7 @@ def step(config, mesh, groups, rows, prepare=lambda state: state):
         experience, rollout_metrics = tiny.make_experience(config, mesh, state, rollout, rows=rows)
         batches = tiny.pack_batches(config, mesh, rollout, groups, rows)
         before = jax.tree.map(np.array, state)
-        state, update_metrics = tiny.update_state(
-            config, tiny.networks(config), 100, state, experience, batches, batches
-        )
+        state, update_metrics = tiny.update_state(config, state, experience, batches, batches)
     return (
         before,
         state,

@@ -59,9 +59,8 @@ def test_no_device_gathers_the_kernels_of_all_experts():
         state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
         experience = tiny.make_experience(config, mesh, state, rollout, rows=8)[0]
         batches = tiny.pack_batches(config, mesh, rollout, [range(8)], 8)
-        nets = tiny.networks(config)
         (program, arguments), *_ = tiny.update_programs(
-            config, nets, 10, state, experience, batches, None
+            config, state, experience, batches, None, 10
         )
         text = program.lower(*arguments).compile().as_text()
     collectives = hlo.read_collectives(text)

@@ -104,9 +104,7 @@ def test_one_pass_serves_both(options, monkeypatch):
         batches = tiny.pack_batches(config, mesh, rollout, HALVES + HALVES, 2)
         before = jax.tree.map(np.array, state.actor)
         traces.clear()
-        state, metrics = tiny.update_state(
-            config, tiny.networks(config), 100, state, experience, batches, None
-        )
+        state, metrics = tiny.update_state(config, state, experience, batches, None)
     assert traces == [True]
     assert state.critic is None and "critic" not in state.optimizers
     assert set(trained_trees(state)) == {"actor", "optimizer", "control"}

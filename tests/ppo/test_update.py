@@ -146,9 +146,7 @@ def test_the_samplers_logprobs_are_the_old_ones_in_float32(temperature):
             and "rollout/logprob_difference" not in reused_metrics
         )
         batches = tiny.pack_batches(reusing, mesh, rollout, HALVES, 2)
-        _, metrics = tiny.update_state(
-            reusing, tiny.networks(reusing), 100, state, experience, batches, batches
-        )
+        _, metrics = tiny.update_state(reusing, state, experience, batches, batches)
     assert 0 < metrics["actor/first_log_ratio"] <= 1e-4
 
 
@@ -395,9 +393,7 @@ def test_a_rollout_that_teaches_nothing_has_no_figures():
         experience, _ = tiny.make_experience(config, mesh, state, rollout)
         batches = tiny.pack_batches(config, mesh, rollout, ALL, 4)
         before = np.array(jax.tree.leaves(state.actor)[0])
-        after, metrics = tiny.update_state(
-            config, tiny.networks(config), 100, state, experience, batches, batches
-        )
+        after, metrics = tiny.update_state(config, state, experience, batches, batches)
     finite = {name for name, x in metrics.items() if x != NOTHING}
     assert finite == {"actor/lr", "actor/skipped", "critic/lr", "critic/skipped"}
     np.testing.assert_array_equal(jax.tree.leaves(after.actor)[0], before)
@@ -442,16 +438,7 @@ def test_what_was_compiled_ahead_is_found_by_the_update():
         experience, _ = tiny.make_experience(config, mesh, state, rollout)
         batches = tiny.pack_batches(config, mesh, rollout, ALL, 4)
         # No other test compiles a program for 77 steps.
-        total_steps = 77
-        step_arguments = (
-            config,
-            tiny.networks(config),
-            total_steps,
-            state,
-            experience,
-            batches,
-            batches,
-        )
+        step_arguments = config, state, experience, batches, batches, 77
         for function, arguments in tiny.update_programs(*step_arguments):
             function.lower(*arguments).compile()
         with compiled_programs.count_compilations() as count:
@@ -471,8 +458,7 @@ def test_only_options_that_a_program_reads_compile_it_again(change, compiles):
 
     def run_step(config, state, rollout, batches):
         experience, _ = tiny.make_experience(config, mesh, state, rollout)
-        nets = tiny.networks(config)
-        tiny.update_state(config, nets, 100, state, experience, batches, batches)
+        tiny.update_state(config, state, experience, batches, batches)
 
     with jax.set_mesh(mesh):
         # An update donates its state: there is one for each run.
@@ -673,8 +659,6 @@ def test_roles_can_take_different_mini_batches():
         experience, _ = tiny.make_experience(config, mesh, state, rollout)
         after, _ = tiny.update_state(
             config,
-            tiny.networks(config),
-            100,
             state,
             experience,
             tiny.pack_batches(config, mesh, rollout, ALL, 4),
@@ -701,11 +685,7 @@ def test_a_mini_batch_in_which_all_was_cut_off_moves_nothing():
             experience, _ = tiny.make_experience(config, mesh, state, rollout)
             assert experience.sample_mask[:3].tolist() == [True, False, True]
             batches = tiny.pack_batches(config, mesh, rollout, groups, 2)
-            after.append(
-                tiny.update_state(
-                    config, tiny.networks(config), 100, state, experience, batches, batches
-                )
-            )
+            after.append(tiny.update_state(config, state, experience, batches, batches))
     (after_one, metrics), (after_two, metrics_after_two) = jax.device_get(after)
     # A step would move them by 1e-2.
     assert_close((after_one.actor, after_one.critic), (after_two.actor, after_two.critic))

@@ -1,4 +1,5 @@
 import json
+import random
 import time
 from fractions import Fraction
 
@@ -19,8 +20,8 @@ from jax_ppo.rewards.number_rules import (
     score_gsm8k,
 )
 from jax_ppo.rewards.row_rules import validate_data_sources
-from jax_ppo.rewards.samples import RewardResult
 from real_data import DATA, needs
+from verl_rules import load_verl_rule
 
 # text, result of strict, result of flexible
 ANSWERS = [
@@ -50,50 +51,12 @@ def test_what_is_extracted(text, strict, flexible):
     assert extract_gsm8k(text, "flexible") == flexible
 
 
-@pytest.mark.parametrize(
-    "text", ["#### 42.", "#### 42.00", "#### $42", "####42", "#### **42**", "42 pens.", "=> 42"]
-)
-def test_flexible_takes_answers_however_they_are_written(text):
-    """Regression: verl's pattern matches none of these (verl#7789).
-
-    Its flexible method could not be selected.
-    """
-    result = score_gsm8k(text, "42", "flexible")
-    assert result == RewardResult(1.0, True, {"answered": 1.0}, answer="42")
-
-
 @pytest.mark.parametrize("answer", ["7", "7.0", "7.", "07", "7.00"])
 def test_equal_numbers_are_one_answer(answer):
     assert score_gsm8k(f"#### {answer}", "42").answer == "7"
     assert score_gsm8k("#### 1.2.3", "42").answer == "1.2.3"  # no number
     assert score_gsm8k("seven", "42").answer is None
     assert score_gsm8k("#### 40", "42").answer == "40"
-
-
-@pytest.mark.parametrize("text", ["#### $42", "####42", "#### **42**", "the answer is 42"])
-def test_strict_wants_the_form(text):
-    assert score_gsm8k(text, "42", "strict") == RewardResult(0.0, False, {"answered": 0.0})
-
-
-@pytest.mark.parametrize("method", number_rules.GSM8K_METHODS)
-@pytest.mark.parametrize(
-    ("answer", "truth", "correct"),
-    [
-        ("42", "42.00", True),
-        ("42.00", "42", True),
-        ("42.", "42", True),
-        ("1,000", "1000", True),
-        ("1000", "1,000", True),
-        ("-0", "0", True),
-        ("0.30", "0.3", True),
-        ("42.01", "42", False),
-        ("4", "42", False),
-        ("-42", "42", False),
-    ],
-)
-def test_numbers_are_compared_as_numbers(method, answer, truth, correct):
-    result = score_gsm8k(f"so\n#### {answer}", truth, method)
-    assert (result.score, result.correct) == (float(correct), correct)
 
 
 def test_what_looks_like_a_number_and_is_none():
@@ -117,11 +80,6 @@ def test_long_junk_takes_no_time(method, text):
     assert time.thread_time() - start < 0.5
 
 
-def test_a_minus_sign_is_one():
-    assert score_gsm8k("so\n#### \u22123", "-3").correct
-    assert not score_gsm8k("so\n#### \u22123", "3").correct
-
-
 @pytest.mark.parametrize(
     "text", ["#### __import__('os')", "#### 40+2", "#### 6*7", "#### 4_2", "#### ４２"]
 )
@@ -130,12 +88,85 @@ def test_nothing_that_a_model_wrote_is_evaluated(text):
     assert score_gsm8k(text, "42").correct is False
 
 
+# How the right answer is written: (ours strict, verl's strict, ours flexible, verl's flexible) give
+# a reward. docs/data-and-rewards.md lists the differences.
+FORMS = {
+    "#### {n}": (1, 1, 1, 1),
+    "so {n}\n#### {n}\n": (1, 1, 1, 1),
+    "#### {other}\n#### {n}": (1, 1, 1, 1),
+    "#### {n}\n#### {other}": (0, 0, 0, 0),
+    "#### {n:,}": (1, 1, 1, 0),
+    "#### {n}.": (1, 0, 1, 0),
+    "#### {n}.0": (1, 0, 1, 0),
+    "#### {n}.00": (1, 0, 1, 0),
+    "#### 0{n}": (1, 0, 1, 0),
+    "#### ${n}": (0, 0, 1, 1),
+    "#### **{n}**": (0, 0, 1, 1),
+    "####{n}": (0, 0, 1, 1),
+    "#### {n} pens": (1, 1, 1, 1),
+    "#### {n} pens, {other} in all": (1, 1, 0, 0),
+    "The answer is {n}": (0, 0, 1, 1),
+    "The answer is {n}.": (0, 0, 1, 0),
+    "It is {n}, as shown": (0, 0, 1, 0),
+    "{n} {other}": (0, 0, 0, 0),
+    "#### {other}": (0, 0, 0, 0),
+    "{other}-{n}": (0, 0, 1, 0),
+    "#### -{n}": (0, 0, 0, 0),
+    "#### {n}/997": (0, 1, 0, 0),
+    "#### {n}e3": (0, 1, 0, 0),
+    "#### {n}+991": (0, 1, 0, 0),
+    "<answer>{n}</answer>": (1, 0, 1, 1),
+    "#### {n}</think>": (0, 1, 0, 1),
+    "<think>#### {other}</think>#### {n}": (1, 1, 1, 1),
+    "no number": (0, 0, 0, 0),
+    "{n}{filler}": (0, 0, 0, 0),
+    "{filler}\n#### {n}": (1, 1, 1, 1),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rewards_differ_from_verls_only_as_listed(form):
+    """Regression: verl's pattern misses most forms (verl#7789), and "flexible" was unreachable."""
+    verl = load_verl_rule("gsm8k")
+    generator = random.Random(form)
+    for _ in range(200):
+        n = generator.randrange(1000, 10**7)
+        if ":," not in form and generator.random() < 0.5:
+            n = generator.randrange(1, 100)
+        text = form.format(n=n, other=n + generator.randrange(1, 999), filler=" word" * 80)
+        for place, method in enumerate(GSM8K_METHODS):
+            ours, theirs = FORMS[form][2 * place : 2 * place + 2]
+            assert score_gsm8k(text, str(n), method).score == ours
+            if verl is not None:
+                assert verl.compute_score(text, str(n), method) == theirs
+
+
+def read_answers(name):
+    lines = (DATA / "gsm8k" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["answer"] for line in lines]
+
+
+@needs("gsm8k")
+def test_of_the_real_solutions_verls_flexible_rule_rejects_those_with_commas():
+    """All others are accepted by both, and by both strict rules."""
+    verl = load_verl_rule("gsm8k")
+    if verl is None:
+        pytest.skip("needs verl: pip install --no-deps verl")
+    with_commas = 0
+    for text in read_answers("train") + read_answers("test"):
+        written = text.rpartition("#### ")[2]
+        truth = written.replace(",", "")
+        assert verl.compute_score(text, truth, "strict") == 1
+        assert verl.compute_score(text, truth, "flexible") == ("," not in written)
+        with_commas += "," in written
+    assert with_commas == 93
+
+
 @needs("gsm8k")
 @pytest.mark.parametrize("method", number_rules.GSM8K_METHODS)
 @pytest.mark.parametrize(("name", "count"), [("train", 7473), ("test", 1319)])
 def test_every_gold_answer_of_gsm8k_scores_one(method, name, count):
-    lines = (DATA / "gsm8k" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-    answers = [json.loads(line)["answer"] for line in lines]
+    answers = read_answers(name)
     truths = [answer.rpartition("#### ")[2] for answer in answers]
     scores = [
         score_gsm8k(answer, truth, method).score

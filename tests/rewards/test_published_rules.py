@@ -1,16 +1,13 @@
 """Rules of data sources: each as its publisher scores, on what its own instruction asks for."""
 
-import importlib.util
 import json
 import time
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_ppo.config.schema import Reward
-from jax_ppo.data.row_formats import parse_row
 from jax_ppo.rewards import reward_functions
 from jax_ppo.rewards.math_rules import score_dapo
 from jax_ppo.rewards.row_rules import find_obstacles
@@ -18,18 +15,7 @@ from jax_ppo.rewards.rule_table import RULES, rule_of_source
 from jax_ppo.rewards.samples import RewardRow
 from jax_ppo.rewards.text_rules import score_search_answer
 from jax_ppo.types import Example
-
-DAPO_ROW = {
-    "data_source": "math_dapo",
-    "prompt": [
-        {
-            "role": "user",
-            "content": "Solve the problem. The last line of your response should be of the form "
-            "Answer: $Answer (without quotes).\n\nWhat is 3 + 2?",
-        }
-    ],
-    "reward_model": {"ground_truth": "5", "style": "rule"},
-}
+from verl_rules import load_verl_rule
 
 # data_source, ground truth, a right response and a wrong one in the publisher's form, their scores
 PUBLISHED = [
@@ -58,13 +44,6 @@ def test_a_source_is_scored_by_its_publishers_rule_and_range(source, truth, righ
     assert tuple(result.score for result in results) == scores
     assert [result.correct for result in results] == [True, False]
     assert not list(find_obstacles([Example("q", source, truth)]))
-
-
-def test_a_row_of_dapo_is_answered_as_it_asks():
-    example = parse_row(DAPO_ROW, "a:1")
-    function = reward_functions.resolve_reward_function(Reward())
-    assert function(RewardRow.from_example(example), "3 + 2 = 5\nAnswer: 5").score == 1
-    assert function(RewardRow.from_example(example), "3 + 2 = 5").score == -1
 
 
 # How the right answer is written: (ours, verl's) correctness.
@@ -100,7 +79,7 @@ DAPO_FORMS = {
 
 @pytest.mark.parametrize("form", DAPO_FORMS)
 def test_daposs_rule_differs_from_verls_only_as_listed(form):
-    verl = _verl_module("math_dapo")
+    verl = load_verl_rule("math_dapo")
     for n in (3, 42, 999, 1234, 20250):
         text = form.format(n=n, other=n + 5, filler=" word" * 80)
         ours = score_dapo(text, str(n))
@@ -130,7 +109,7 @@ def test_daposs_rule_differs_from_verls_only_as_listed(form):
 )
 def test_answers_in_latex_are_compared_as_verl_does_or_better(answer, truth, correct, by_verl):
     assert score_dapo(f"Answer: {answer}", truth).correct is correct
-    verl = _verl_module("math_dapo")
+    verl = load_verl_rule("math_dapo")
     if verl is not None:
         assert verl.compute_score(f"Answer: {answer}", truth)["acc"] is by_verl
 
@@ -224,23 +203,11 @@ def test_what_no_box_can_hold_is_refused(truth):
 def test_search_answers_are_scored_as_by_verl(response, score):
     truth = {"target": ["the Beatles", "Fab Four"]}
     assert score_search_answer(response, truth).score == score
-    verl = _verl_module("search_r1_like_qa_em")
+    verl = load_verl_rule("search_r1_like_qa_em")
     if verl is not None:
         assert verl.compute_score(response, truth) == score
     as_text = json.dumps(truth["target"])
     assert score_search_answer(response, as_text).score == score
-
-
-def _verl_module(name):
-    """Return a module of verl's scores from its file, `None` without verl."""
-    package = importlib.util.find_spec("verl")
-    if package is None:
-        return None
-    path = Path(package.submodule_search_locations[0], "utils", "reward_score", f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"verl_{name}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_prefixes_of_sources():

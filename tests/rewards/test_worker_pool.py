@@ -267,11 +267,6 @@ def test_built_in_rules_can_run_in_workers():
     assert batch.scores.tolist() == [1] and batch.extra["answered"].tolist() == [1]
 
 
-def test_as_many_responses_as_examples():
-    with pytest.raises(ValueError, match="zip"):
-        score_batch(RewardWorkers(options(""), 1), [Example("q", "stories")], ["a", "b"])
-
-
 @pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EROFS, errno.ENOENT])
 def test_a_full_or_missing_shared_memory_is_named_with_the_option_without_workers(
     reason, monkeypatch

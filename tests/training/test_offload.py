@@ -48,7 +48,7 @@ def test_an_offloaded_optimizer_trains_alike_and_stays_on_the_host(tmp_path, fsd
             rollout = tiny.make_rollout(mesh)
             experience, _ = tiny.make_experience(config, mesh, state, rollout, rows=4)
             batches = tiny.pack_batches(config, mesh, rollout, [np.arange(tiny.B)], rows=4)
-            after, _ = tiny.update_state(config, nets, 4, state, experience, batches, None)
+            after, _ = tiny.update_state(config, state, experience, batches, None, 4)
             assert memory_kinds(after.optimizers["actor"]) == kinds
             assert memory_kinds(after.actor) == {"device"}
             results.append((after.actor, after.optimizers["actor"]))
@@ -98,7 +98,7 @@ def test_idle_roles_wait_in_the_host_memory_and_train_alike(tmp_path):
             rewards = forward_passes.reward_model_scores(
                 nets.reward, state.models["reward"], *inputs, "auto"
             )
-            after, _ = tiny.update_state(config, nets, 4, state, experience, batches, batches)
+            after, _ = tiny.update_state(config, state, experience, batches, batches, 4)
             sampled = policy_params(nets, after)
             assert memory_kinds(sampled) == memory_kinds(rewards) == {"device"}
             jax.tree.map(np.testing.assert_array_equal, sampled, after.actor)

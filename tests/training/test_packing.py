@@ -22,30 +22,6 @@ def test_unpacked_gives_each_sample_a_row():
     assert sorted(packing.assign_to_rows([5, 4, 3], 8, packed=False)) == [[0], [1], [2]]
 
 
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("seed", range(3))
-def test_a_packing_holds_each_member_once_and_whole(seed, packed):
-    r = np.random.default_rng(seed)
-    lengths = r.integers(1, 17, 24)
-    groups = r.permutation(24).reshape(3, 8)
-    packed_rows, counts = packing.pack_samples(lengths, groups, 2, 16, packed)
-    assert packed_rows.sample.shape == packed_rows.position.shape == (3, 4, 2, 16)
-    for group, sample, position, count in zip(
-        groups, packed_rows.sample, packed_rows.position, counts, strict=True
-    ):
-        assert (sample[count:] == -1).all()
-        assert (sample[:count] >= 0).any(axis=(1, 2)).all()
-        for b in range(24):
-            where = sample == b
-            assert where.sum() == (lengths[b] if b in group else 0)
-            # One contiguous run, in order.
-            assert position[where].tolist() == list(range(where.sum()))
-            assert (
-                len(set(np.nonzero(where)[1].tolist())) <= 1
-                or len(set(zip(*np.nonzero(where)[:2], strict=True))) == 1
-            )
-
-
 def test_rows_at_once():
     assert packing.rows_per_micro_batch(None, 1024, samples=256, shards=1) == 8  # 8,192 tokens
     # A sixteenth of the samples.

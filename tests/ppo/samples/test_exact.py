@@ -181,7 +181,7 @@ class Step:
             None,
         )
         self.state, metrics = tiny.update_state(
-            self.config, self.nets, 100, self.state, experience, packed.mini_batches["actor"], None
+            self.config, self.state, experience, packed.mini_batches["actor"], None, nets=self.nets
         )
         return metrics
 
