@@ -29,25 +29,12 @@ PREFERENCES = {
         "score_chosen": 8.0,
     },
     "trl-lib/ultrafeedback_binarized": {"chosen": CHAT, "rejected": WORSE, "score_chosen": 8.0},
-    "Skywork/Skywork-Reward-Preference-80K-v0.2": {
-        "chosen": CHAT,
-        "rejected": WORSE,
-        "source": "s",
-    },
     "mlabonne/orpo-dpo-mix-40k": {
         "source": "s",
         "chosen": CHAT,
         "rejected": WORSE,
         "prompt": Q,
         "question": Q,
-    },
-    "argilla/dpo-mix-7k": {"dataset": "d", "chosen": CHAT, "rejected": WORSE, "chosen_rating": 5.0},
-    "allenai/llama-3.1-tulu-3-8b-preference-mixture": {
-        "id": "i",
-        "source": "s",
-        "prompt": Q,
-        "chosen": CHAT,
-        "rejected": WORSE,
     },
     "argilla/distilabel-intel-orca-dpo-pairs": {
         "system": "",
@@ -98,8 +85,6 @@ REFUSED = {
         ],
     },
     "Jiayi-Pan/Countdown-Tasks-3to4": {"target": 98, "nums": [44, 19, 35]},
-    "cais/mmlu": {"question": Q, "choices": ["4", "5"], "answer": 0, "subject": "s"},
-    "stanfordnlp/imdb": {"text": "A film.", "label": 0},
     "google-research-datasets/mbpp": {"task_id": 1, "text": "Write f.", "code": "c"},
     "allenai/ai2_arc": {
         "id": "i",
@@ -109,14 +94,6 @@ REFUSED = {
     },
     "deepmind/aqua_rat": {"question": Q, "options": ["A)4"], "rationale": "r", "correct": "A"},
     "glaiveai/glaive-function-calling-v2": {"system": "SYSTEM: x", "chat": "USER: y"},
-    "openlifescienceai/medmcqa": {
-        "question": Q,
-        "opa": "1",
-        "opb": "2",
-        "opc": "3",
-        "opd": "4",
-        "cop": 3,
-    },
 }
 ANSWERS = {
     "allenai/tulu-3-sft-mixture": {"id": "i", "messages": CHAT, "source": "s"},
@@ -134,8 +111,6 @@ ANSWERS = {
         "skip_prompt_formatting": None,
         "idx": None,
     },
-    "HuggingFaceH4/no_robots": {"prompt": Q, "prompt_id": "p", "messages": CHAT, "category": "c"},
-    "trl-lib/Capybara": {"source": "s", "messages": CHAT, "num_turns": 1},
     "Magpie-Align/Magpie-Pro-300K": {
         "uuid": "u",
         "model": "m",
@@ -144,7 +119,6 @@ ANSWERS = {
         "conversations": SHARE,
         "min_neighbor_distance": 0.1,
     },
-    "HuggingFaceTB/smoltalk": {"messages": CHAT, "source": "s"},
     "trl-lib/kto-mix-14k": {"prompt": ASK, "completion": CHAT[1:], "label": True},
     "lmsys/chat with other roles": {
         "conversation": [{"role": "human", "content": Q}, {"role": "gpt", "content": "Four."}]
@@ -185,10 +159,6 @@ LAYOUTS = {
             "messages": [*ASK, {"role": "assistant", "content": r"\boxed{4}"}],
         },
         (ASK, r"\boxed{4}", None, r"\boxed{4}", MATH),
-    ),
-    "AI-MO/NuminaMath-TIR": (
-        {"problem": Q, "solution": "Four.", "messages": CHAT},
-        (ASK, "Four.", None, "Four.", MATH),
     ),
     "open-r1/OpenR1-Math-220k": (
         {
@@ -249,30 +219,12 @@ LAYOUTS = {
         {"ID": "2024-I-1", "Problem": Q, "Solution": "S", "Answer": 4},
         (ASK, "S", None, "4", MATH),
     ),
-    "agentica-org/DeepScaleR-Preview-Dataset": (
-        {"problem": Q, "answer": "4", "solution": "S"},
-        (ASK, "S", None, "4", MATH),
-    ),
-    "math-ai/aime25": ({"problem": Q, "answer": "4", "id": "0"}, (ASK, "4", None, "4", MATH)),
     "SynthLabsAI/Big-Math-RL-Verified": (
         {"problem": Q, "answer": "4", "source": "s", "domain": ["d"], "llama8b_solve_rate": 0.5},
         (ASK, "4", None, "4", MATH),
     ),
-    "POLARIS-Project/Polaris-Dataset-53K": (
-        {"problem": Q, "answer": "4", "difficulty": "7/8"},
-        (ASK, "4", None, "4", MATH),
-    ),
     "nvidia/OpenMathReasoning": (
         {"problem": Q, "expected_answer": "4", "generated_solution": "g", "problem_type": "p"},
-        (ASK, None, None, "4", MATH),
-    ),
-    "nvidia/OpenMathInstruct-2": (
-        {
-            "problem": Q,
-            "generated_solution": "g",
-            "expected_answer": "4",
-            "problem_source": "gsm8k",
-        },
         (ASK, None, None, "4", MATH),
     ),
     "nvidia/HelpSteer2": ({"prompt": Q, "response": "Four.", **SCORES}, (Q, "Four.", None, "", "")),

@@ -3,9 +3,9 @@
 import json
 import types
 
-import pyarrow.parquet
 import pytest
 
+from data_files import write_rows
 from jax_ppo.data.response_rows import GivenResponses, RefusedRow, ResponseReader
 from jax_ppo.data.row_formats import parse_row
 
@@ -146,7 +146,7 @@ def test_a_row_that_no_rule_can_score_is_refused(tmp_path, letters):
 def test_rows_of_parquet_are_numbered_and_none_is_lost(tmp_path, letters):
     rows = [{"prompt": "a", "response": text} for text in ("b", "", "c")]
     path = tmp_path / "rows.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    write_rows(path, rows)
     first, refused, last = read(path, letters)
     assert (first.number, last.number) == (1, 3)
     assert refused.location == f"{path}, row 2" and json.loads(refused.row)["prompt"] == "a"

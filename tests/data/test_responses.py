@@ -1,12 +1,11 @@
 """Reading, encoding and layout of responses from data files."""
 
 import dataclasses
-import gzip
-import json
 
 import numpy as np
 import pytest
 
+from data_files import write_rows
 from jax_ppo.data import responses, sources
 from jax_ppo.data.chat_templates import encode_prompt, encode_responses
 from jax_ppo.data.columns import Columns
@@ -17,12 +16,6 @@ from trained_tokenizer import train_tokenizer
 
 START = "\n\nHuman: How many apples?\n\nAssistant: Whose?\n\nHuman: Tom's.\n\nAssistant:"
 ROW = {"chosen": START + " Two apples.", "rejected": START + " Tom has many."}
-
-
-def write_rows(path, rows):
-    with (gzip.open if path.name.endswith(".gz") else open)(path, "wt") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    return str(path)
 
 
 def test_rows_of_hh_rlhfs_form(tmp_path):
@@ -99,16 +92,6 @@ def test_stories_have_a_joyful_and_a_sad_sentence():
     assert examples == sources.read_examples("stories:20")
 
 
-def test_slices_of_files(tmp_path):
-    path = write_rows(
-        tmp_path / "a.jsonl", [{"question": str(i), "answer": f"#### {i}"} for i in range(5)]
-    )
-    for spec, expected in (("[:2]", "01"), ("[3:]", "34"), ("[1:3]", "12"), ("", "01234")):
-        assert "".join(e.ground_truth for e in sources.read_examples(path + spec)) == expected
-    with pytest.raises(UserError, match=r"a.jsonl\[9:\] has no rows"):
-        sources.read_examples(path + "[9:]")
-
-
 def test_a_response_is_encoded_as_it_goes_on(trained):
     tokenizer, _ = trained
     prompt, response = "Tom has 3 apples.", " He buys 2 more."
@@ -143,19 +126,19 @@ def test_no_blank_is_put_before_a_response(real_data):
     )
 
 
+def tokenize(examples, tokenizer, fields, longest=12):
+    return responses.tokenize_responses(
+        examples, tokenizer, fields, PromptEncoding(max_prompt_length=20), longest
+    )
+
+
 def test_pairs_lie_one_kind_behind_the_other(trained):
     tokenizer, _ = trained
     examples = [
         Example(f"Tom has {i} apples.", "x", response=" He has 1.", rejected=" He" * (i + 2))
         for i in range(3)
     ]
-    data = responses.tokenize_responses(
-        examples,
-        tokenizer,
-        responses.PREFERENCE_FIELDS,
-        PromptEncoding(max_prompt_length=20),
-        max_response_length=12,
-    )
+    data = tokenize(examples, tokenizer, responses.PREFERENCE_FIELDS)
     both = [
         len(tokenizer.encode(e.prompt + e.response))
         + len(tokenizer.encode(e.prompt + e.rejected))
@@ -181,13 +164,7 @@ def test_pairs_lie_one_kind_behind_the_other(trained):
 def test_long_responses_are_dropped(trained, caplog):
     tokenizer, _ = trained
     examples = [Example("Tom", "x", response=" has 1."), Example("Ann", "x", response=" 1" * 50)]
-    data = responses.tokenize_responses(
-        examples,
-        tokenizer,
-        responses.DEMONSTRATION_FIELDS,
-        PromptEncoding(max_prompt_length=20),
-        max_response_length=12,
-    )
+    data = tokenize(examples, tokenizer, responses.DEMONSTRATION_FIELDS)
     assert (
         len(data) == 1 and data.prompts.examples == (examples[0],) and len(data.prompts.tokens) == 1
     )
@@ -198,26 +175,14 @@ def test_long_responses_are_dropped(trained, caplog):
     with pytest.raises(
         UserError, match="no example is left of 2.*config.data.max_response_length=2"
     ):
-        responses.tokenize_responses(
-            examples,
-            tokenizer,
-            responses.DEMONSTRATION_FIELDS,
-            PromptEncoding(max_prompt_length=20),
-            max_response_length=2,
-        )
+        tokenize(examples, tokenizer, responses.DEMONSTRATION_FIELDS, 2)
 
 
 @pytest.mark.parametrize("long_field", responses.PREFERENCE_FIELDS)
 def test_a_pair_is_dropped_if_one_side_is_too_long(trained, caplog, long_field):
     short = Example("Tom", "x", response=" has 1.", rejected=" has 2.")
     long = dataclasses.replace(short, **{long_field: " 1" * 50})
-    data = responses.tokenize_responses(
-        [long, short],
-        trained[0],
-        responses.PREFERENCE_FIELDS,
-        PromptEncoding(max_prompt_length=20),
-        max_response_length=12,
-    )
+    data = tokenize([long, short], trained[0], responses.PREFERENCE_FIELDS)
     assert data.prompts.examples == (short,) and [len(field) for field in data.responses] == [1, 1]
     assert "dropped 1 of 2 examples" in caplog.text
 
@@ -244,14 +209,13 @@ def test_empty_responses_are_dropped(trained, caplog):
         Example("Tom", "x", response=" has 1.", rejected=" "),
         Example("Ann", "x", response=" 1", rejected=" 2"),
     ]
-    sizes = {"encoding": PromptEncoding(20), "max_response_length": 12}
-    data = responses.tokenize_responses(examples, trained[0], responses.PREFERENCE_FIELDS, **sizes)
+    data = tokenize(examples, trained[0], responses.PREFERENCE_FIELDS)
     assert (
         data.prompts.examples == (examples[1],)
         and "dropped 1 of 2 examples, which have an empty response" in caplog.text
     )
     with pytest.raises(UserError, match="all 1 examples have an empty response"):
-        responses.tokenize_responses(examples[:1], trained[0], responses.PREFERENCE_FIELDS, **sizes)
+        tokenize(examples[:1], trained[0], responses.PREFERENCE_FIELDS)
 
 
 def test_a_plain_reply_closes_the_thought_that_its_prompt_opens(tmp_path, caplog):

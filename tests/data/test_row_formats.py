@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_files import write_rows
 from jax_ppo.data import columns as names
 from jax_ppo.data.columns import Columns
 from jax_ppo.data.row_formats import parse_row
@@ -29,50 +30,32 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 
 
 @pytest.mark.parametrize(
-    ("row", "prompt", "response"),
+    ("row", "prompt", "response", "rejected"),
     [
-        ({"prompt": "Once"}, "Once", None),
-        ({"prompt": [user("Hi")]}, (user("Hi"),), None),
-        ({"prompt": "Once", "completion": " upon"}, "Once", " upon"),
-        ({"prompt": [user("Hi")], "completion": [assistant("Ho")]}, (user("Hi"),), "Ho"),
-        ({"messages": [SYSTEM, user("Hi")]}, (SYSTEM, user("Hi")), None),
+        ({"prompt": "Once"}, "Once", None, None),
+        ({"messages": [SYSTEM, user("Hi")]}, (SYSTEM, user("Hi")), None, None),
         (
             {"messages": [user("Hi"), assistant("Ho"), user("And?"), assistant("No")]},
             (user("Hi"), assistant("Ho"), user("And?")),
             "No",
+            None,
         ),
-        ({"instruction": "Add.", "input": "1 2", "output": "3"}, (user("Add.\n\n1 2"),), "3"),
-        ({"instruction": "Sing.", "input": ""}, (user("Sing."),), None),
-        ({"question": "Why?"}, (user("Why?"),), None),
-        ({"problem": "1+1", "level": 5}, (user("1+1"),), None),
-    ],
-)
-def test_prompts_and_demonstrations(row, prompt, response):
-    example = parse_row(row, "here")
-    assert (example.prompt, example.response, example.rejected) == (prompt, response, None)
-    assert (example.data_source, example.ground_truth) == ("", "")
-
-
-@pytest.mark.parametrize(
-    ("row", "prompt"),
-    [
-        ({"prompt": "Once", "chosen": "yes", "rejected": "no"}, "Once"),
+        ({"instruction": "Sing.", "input": ""}, (user("Sing."),), None, None),
+        ({"problem": "1+1", "level": 5}, (user("1+1"),), None, None),
+        ({"prompt": "Once", "chosen": "yes", "rejected": "no"}, "Once", "yes", "no"),
         (
             {"prompt": [user("Hi")], "chosen": [assistant("yes")], "rejected": [assistant("no")]},
             (user("Hi"),),
-        ),
-        (
-            {
-                "chosen": [SYSTEM, user("Hi"), assistant("yes")],
-                "rejected": [SYSTEM, user("Hi"), assistant("no")],
-            },
-            (SYSTEM, user("Hi")),
+            "yes",
+            "no",
         ),
     ],
 )
-def test_preferences(row, prompt):
+def test_forms_that_no_public_layout_has(row, prompt, response, rejected):
+    """The others are in test_public_layouts.py."""
     example = parse_row(row, "here")
-    assert (example.prompt, example.response, example.rejected) == (prompt, "yes", "no")
+    assert (example.prompt, example.response, example.rejected) == (prompt, response, rejected)
+    assert (example.data_source, example.ground_truth) == ("", "")
 
 
 def test_other_columns_are_kept_for_reward_functions():
@@ -469,8 +452,7 @@ def test_ignored_columns_are_named_once(tmp_path, caplog):
         {"prompt": "b", "tools_used": 2, "none": None, "": 0, "Unnamed: 0": 0},
     ]
     path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows * 3))
-    read_examples(str(path))
+    read_examples(write_rows(path, rows * 3))
     (line,) = caplog.messages
     assert f"{path}: ignored columns: lang, tools_used (" in line
     caplog.clear()

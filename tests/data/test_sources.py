@@ -1,6 +1,5 @@
 import concurrent.futures
 import gzip
-import json
 import sys
 import time
 import types
@@ -10,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from data_files import write_rows
 from jax_ppo.data import sources
 from jax_ppo.data.columns import Columns
 from jax_ppo.data.responses import validate_responses
@@ -40,30 +40,12 @@ VERL = [
 ]
 
 
-def write_lines(path, rows):
-    path.write_text(
-        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
-    )
-    return str(path)
+FORMS = pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
 
 
-def write_parquet(path, rows):
-    pq.write_table(pa.Table.from_pylist(rows), path)
-    return str(path)
-
-
-def write_gzip(path, rows):
-    with gzip.open(path, "wt", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-    return str(path)
-
-
-WRITERS = [("a.jsonl", write_lines), ("a.jsonl.gz", write_gzip), ("a.parquet", write_parquet)]
-
-
-@pytest.mark.parametrize(("name", "write"), WRITERS)
-def test_rows_of_gsm8ks_form(tmp_path, name, write):
-    examples = read_examples(write(tmp_path / name, GSM8K), instruction="Think.")
+@FORMS
+def test_rows_of_gsm8ks_form(tmp_path, name):
+    examples = read_examples(write_rows(tmp_path / name, GSM8K), instruction="Think.")
     assert [e.prompt for e in examples] == [
         ({"role": "user", "content": text},)
         for text in ("How many? Think.", "How much? Think.", "Café? Think.")
@@ -72,16 +54,9 @@ def test_rows_of_gsm8ks_form(tmp_path, name, write):
     assert {e.data_source for e in examples} == {"openai/gsm8k"}
 
 
-def test_no_instruction_leaves_no_blank(tmp_path):
-    assert (
-        read_examples(write_lines(tmp_path / "a.jsonl", GSM8K))[0].prompt[0]["content"]
-        == "How many?"
-    )
-
-
-@pytest.mark.parametrize(("name", "write"), WRITERS)
-def test_rows_of_verls_form_round_trip(tmp_path, name, write):
-    examples = read_examples(write(tmp_path / name, VERL))
+@FORMS
+def test_rows_of_verls_form_round_trip(tmp_path, name):
+    examples = read_examples(write_rows(tmp_path / name, VERL))
     assert [e.prompt for e in examples] == [tuple(row["prompt"]) for row in VERL]
     assert [e.data_source for e in examples] == ["openai/gsm8k", "arithmetic"]
     assert [e.ground_truth for e in examples] == ["4", "6"]
@@ -90,14 +65,14 @@ def test_rows_of_verls_form_round_trip(tmp_path, name, write):
 
 def test_verls_prompt_may_be_text_under_another_key(tmp_path):
     row = {"data_source": "x", "text": "hello", "reward_model": {"ground_truth": 3}}
-    path = write_lines(tmp_path / "a.jsonl", [row])
+    path = write_rows(tmp_path / "a.jsonl", [row])
     (example,) = read_examples(path, columns=Columns(prompt="text"))
     assert (example.prompt, example.ground_truth, example.extra_info) == ("hello", "3", {})
 
 
 def test_several_sources_follow_each_other(tmp_path):
     examples = read_examples(
-        f"{write_lines(tmp_path / 'a.jsonl', GSM8K)}, stories:2,arithmetic:3:heldout"
+        f"{write_rows(tmp_path / 'a.jsonl', GSM8K)}, stories:2,arithmetic:3:heldout"
     )
     assert [e.data_source for e in examples] == ["openai/gsm8k"] * 3 + ["stories"] * 2 + [
         "arithmetic"
@@ -138,7 +113,7 @@ def test_a_wrong_specification_is_explained(spec, words):
 
 
 def test_a_missing_file_names_the_option_the_path_and_the_nearest(tmp_path):
-    write_lines(tmp_path / "train.jsonl", GSM8K)
+    write_rows(tmp_path / "train.jsonl", GSM8K)
     with pytest.raises(UserError) as error:
         read_examples(f"{tmp_path}/trian.jsonl", option="config.data.val_files")
     assert str(error.value) == (
@@ -150,13 +125,6 @@ def test_a_missing_file_names_the_option_the_path_and_the_nearest(tmp_path):
 def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(UserError, match="nor a folder .*/nowhere"):
         read_examples(f"{tmp_path}/nowhere/train.jsonl")
-
-
-def test_a_malformed_line_is_named(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('\n{"question": "q", "answer": "#### 1"}\n{"question": "q", \n')
-    with pytest.raises(UserError, match="a.jsonl:3: not JSON"):
-        read_examples(str(path))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +156,7 @@ def test_a_malformed_line_is_named(tmp_path):
     ],
 )
 def test_a_wrong_row_is_named(tmp_path, row, words):
-    path = write_lines(tmp_path / "a.jsonl", [GSM8K[0], row])
+    path = write_rows(tmp_path / "a.jsonl", [GSM8K[0], row])
     with pytest.raises(UserError) as error:
         read_examples(path)
     assert all(word in str(error.value) for word in words), error.value
@@ -229,8 +197,13 @@ def test_a_line_near_the_limits_is_read(tmp_path):
     assert len(read_examples(str(path))) == 1
 
 
-def test_slices_may_end_after_every_file(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", GSM8K)
+def test_slices_are_those_of_python_and_may_end_after_every_file(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", GSM8K)
+    answers = ["4", "1234", "-7"]
+    for chosen in (slice(2), slice(2, None), slice(1, 2)):
+        bounds = ":".join("" if end is None else str(end) for end in (chosen.start, chosen.stop))
+        read = [example.ground_truth for example in read_examples(f"{path}[{bounds}]")]
+        assert read == answers[chosen]
     for end in ("3", "9" * 18):
         assert len(read_examples(f"{path}[1:{end}]")) == 2
     with pytest.raises(UserError, match="has no rows"):
@@ -242,7 +215,7 @@ def test_slices_may_end_after_every_file(tmp_path):
 def test_every_damaged_byte_of_a_gzipped_file_is_noticed(tmp_path):
     """Regression: most raised zlib.error, which was not caught."""
     path = tmp_path / "a.jsonl.gz"
-    text = Path(write_lines(tmp_path / "a.jsonl", GSM8K)).read_bytes()
+    text = Path(write_rows(tmp_path / "a.jsonl", GSM8K)).read_bytes()
     whole = gzip.compress(text)
     for position in range(10, len(whole)):  # after the header, which has a time and no checksum
         damaged = bytearray(whole)
@@ -266,19 +239,19 @@ def test_values_of_parquet_that_python_cannot_hold_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["math", "What is 2+2?"])
-@pytest.mark.parametrize(("name", "write"), WRITERS)
-def test_a_single_message_is_a_chat_of_one(tmp_path, name, write, content):
+@FORMS
+def test_a_single_message_is_a_chat_of_one(tmp_path, name, content):
     """Regression: "user" and "math" became four messages of one letter."""
     message = {"role": "user", "content": content}
     row = {"data_source": "x", "prompt": message, "reward_model": {"ground_truth": "4"}}
-    (example,) = read_examples(write(tmp_path / name, [row]))
+    (example,) = read_examples(write_rows(tmp_path / name, [row]))
     assert example.prompt == (message,)
 
 
 @pytest.mark.parametrize("prompt", [[1, 2], ["user", "2+2?"], [None], [[]]])
 def test_a_list_of_something_else_is_no_chat(tmp_path, prompt):
     path = tmp_path / "rows.jsonl"
-    write_lines(path, [VERL[0] | {"prompt": prompt}])
+    write_rows(path, [VERL[0] | {"prompt": prompt}])
     with pytest.raises(UserError, match="message of prompt must have role and content as text"):
         read_examples(str(path))
 
@@ -286,7 +259,7 @@ def test_a_list_of_something_else_is_no_chat(tmp_path, prompt):
 def test_messages_by_column_keep_every_column(tmp_path):
     columns = {"role": ["user", "user"], "content": ["a", "b"], "name": ["x", "y"], "id": None}
     row = {"data_source": "x", "prompt": columns, "reward_model": {}}
-    (example,) = read_examples(write_lines(tmp_path / "a.jsonl", [row]))
+    (example,) = read_examples(write_rows(tmp_path / "a.jsonl", [row]))
     assert [message["name"] for message in example.prompt] == ["x", "y"]
 
 
@@ -302,7 +275,7 @@ def test_messages_by_column_keep_every_column(tmp_path):
 )
 def test_an_uneven_prompt_is_refused(tmp_path, prompt):
     row = {"data_source": "x", "prompt": prompt, "reward_model": {}}
-    path = write_lines(tmp_path / "a.jsonl", [GSM8K[0], row])
+    path = write_rows(tmp_path / "a.jsonl", [GSM8K[0], row])
     with pytest.raises(UserError, match=r"^\S*a\.jsonl:2: .*prompt.* got \{.*\}$"):
         read_examples(path)
 
@@ -312,7 +285,7 @@ def test_an_example_has_the_place_of_its_row_in_its_file(tmp_path):
     (tmp_path / "a.jsonl").write_text('\n{"prompt": "a"}\n\n{"prompt": "b"}\n')
     (tmp_path / "b.csv").write_text('prompt,answer\n\n"c\nc",1\nd,2\ne,3\n')
     (tmp_path / "c.json").write_text('[{"prompt": "f"}, {"prompt": " "}]')
-    write_parquet(tmp_path / "d.parquet", [{"prompt": "g"}, {"prompt": "h"}])
+    write_rows(tmp_path / "d.parquet", [{"prompt": "g"}, {"prompt": "h"}])
     names = ("a.jsonl", "b.csv[1:]", "c.json", "d.parquet[1:]", "arithmetic:1")
     spec = ",".join(str(tmp_path / name) for name in names[:-1]) + f",{names[-1]}"
     examples = read_examples(spec)
@@ -326,17 +299,7 @@ def test_an_example_has_the_place_of_its_row_in_its_file(tmp_path):
         validate_responses(examples[2:], ("response",), "config.data.train_files", "")
 
 
-def test_a_wrong_row_of_parquet_is_named(tmp_path):
-    with pytest.raises(
-        UserError,
-        match="a.parquet, row 1: found the columns text; expected a prompt as prompt, messages",
-    ):
-        read_examples(write_parquet(tmp_path / "a.parquet", [{"text": "x"}]))
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"), [("a.parquet", "Parquet"), ("a.jsonl.gz", "gzipped"), ("a.jsonl", "UTF-8")]
-)
+@pytest.mark.parametrize(("name", "kind"), [("a.parquet", "Parquet"), ("a.jsonl.gz", "gzipped")])
 def test_a_broken_file_is_named(tmp_path, name, kind):
     (tmp_path / name).write_bytes(b"\xff\xfenot what it says")
     with pytest.raises(UserError, match=f"{name}.*cannot be read as .*{kind}"):
@@ -413,7 +376,7 @@ def test_tfds_is_read_without_tensorflow(tfds_folder, monkeypatch):
 def test_a_builder_that_tfds_ships_prepares_its_files_without_tensorflow(tmp_path, monkeypatch):
     """Regression: with TFDS_DATA_DIR it wrote TFRecord files, for which it needs TensorFlow."""
     tfds = pytest.importorskip("tensorflow_datasets")
-    path = write_lines(tmp_path / "train.jsonl", GSM8K)
+    path = write_rows(tmp_path / "train.jsonl", GSM8K)
     monkeypatch.setattr(
         tfds.download.DownloadManager,
         "download_and_extract",
@@ -492,7 +455,7 @@ def test_tfds_errors(tfds_folder, monkeypatch):
 
 
 def test_weights_follow_any_source(tmp_path):
-    path = write_lines(tmp_path / "a*2.jsonl", GSM8K)
+    path = write_rows(tmp_path / "a*2.jsonl", GSM8K)
     spec = f"{path}[:2]*0.25, stories:3*.75"
     assert sources.source_weights(spec, "o") == (0.25, 0.75)
     assert sources.source_weights(path, "o") is None
@@ -506,8 +469,8 @@ def test_patterns_upper_case_and_commas_name_files(tmp_path):
     folder = tmp_path / "x,y"
     folder.mkdir()
     for name, row in zip(("b,1.jsonl", "A.JSONL", "c.Jsonl"), GSM8K, strict=True):
-        write_lines(folder / name, [row])
-    write_parquet(folder / "D.PARQUET", GSM8K)
+        write_rows(folder / name, [row])
+    write_rows(folder / "D.PARQUET", GSM8K)
     (folder / "notes.txt").write_text("no data")
 
     def truths(spec):
@@ -528,12 +491,12 @@ def test_patterns_upper_case_and_commas_name_files(tmp_path):
 def test_a_folder_names_the_pattern_that_reads_it(tmp_path):
     with pytest.raises(UserError, match="is a folder without files that end in .jsonl"):
         read_examples(str(tmp_path))
-    write_lines(tmp_path / "a.jsonl", GSM8K)
+    write_rows(tmp_path / "a.jsonl", GSM8K)
     for spec in (str(tmp_path), f"{tmp_path}/"):
         with pytest.raises(UserError, match=r"is a folder, with a.jsonl; .*/\*\.jsonl for all"):
             read_examples(spec)
     (tmp_path / "a" / "b").mkdir(parents=True)
-    write_lines(tmp_path / "a" / "b" / "c.jsonl", VERL)
+    write_rows(tmp_path / "a" / "b" / "c.jsonl", VERL)
     assert len(read_examples(f"{tmp_path}/**/*.jsonl")) == len(GSM8K) + len(VERL), "all levels"
     (tmp_path / "unreachable.jsonl").symlink_to(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"there is no file \S*/unreachable.jsonl\.$"):
@@ -552,8 +515,8 @@ def test_folders_of_any_depth_are_matched_once(tmp_path):
         (folder / "loop").symlink_to(tmp_path)
         (folder / "again").symlink_to(deep)
         (folder / ".hidden").mkdir()
-        write_lines(folder / ".hidden" / "a.jsonl", GSM8K)
-        write_lines(folder / "a.jsonl", GSM8K)
+        write_rows(folder / ".hidden" / "a.jsonl", GSM8K)
+        write_rows(folder / "a.jsonl", GSM8K)
     both = [f"{folder}/a.jsonl:{n}" for folder in (tmp_path, deep) for n in (1, 2, 3)]
     for name, expected in (
         ("**/*.jsonl", both),
@@ -583,7 +546,7 @@ def test_responses_that_are_not_to_be_imitated_are_left_out(tmp_path, caplog, na
         {"prompt": "p", "completion": text, name: label}
         for text, label in (("a", True), ("b", False), ("c", "TRUE"), ("d", "false"))
     ]
-    path = write_lines(tmp_path / "a.jsonl", rows)
+    path = write_rows(tmp_path / "a.jsonl", rows)
     assert [e.response for e in read_examples(path, columns=Columns())] == ["a", "c"]
     assert "2 of 4 rows are left out" in caplog.text and "ignored" not in caplog.text
     # PPO reads no responses, and a label may be the response or the reference answer itself.
@@ -593,8 +556,8 @@ def test_responses_that_are_not_to_be_imitated_are_left_out(tmp_path, caplog, na
         Columns(ground_truth=name),
     ):
         rows = [{"prompt": "p", "completion": "a", name: str(label)} for label in (True, False)]
-        examples = read_examples(write_lines(tmp_path / "b.jsonl", rows), columns=columns)
+        examples = read_examples(write_rows(tmp_path / "b.jsonl", rows), columns=columns)
         assert len(examples) == 2
-    path = write_lines(tmp_path / "c.jsonl", [{"prompt": "p", "completion": "a", name: False}])
+    path = write_rows(tmp_path / "c.jsonl", [{"prompt": "p", "completion": "a", name: False}])
     with pytest.raises(UserError, match="has no rows with a true label"):
         read_examples(path, columns=Columns())

@@ -4,8 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from llama_folder import write_llama
-from worked_solutions import generate_worked_solutions
+from llama_folder import write_arithmetic_llama
 
 CONFIG = '''
 """A tiny run."""
@@ -152,8 +151,7 @@ VARIANTS = {
 def write_inputs(folder: Path) -> None:
     """Write the model, the data, the reward function and the configuration files."""
     (folder / "temporary").mkdir(parents=True)
-    texts = [prompt + response for prompt, response in generate_worked_solutions(200, 0.5, 0)]
-    write_llama(folder, texts, tokens=192)
+    write_arithmetic_llama(folder, problems=200)
     (folder / "reward.py").write_text(REWARD)
     (folder / "environment.py").write_text(ENVIRONMENT)
     pairs = [

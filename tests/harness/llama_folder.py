@@ -51,8 +51,8 @@ def write_llama(
     return architecture
 
 
-def write_arithmetic_llama(folder: Path, **changes: Any) -> Path:
+def write_arithmetic_llama(folder: Path, problems: int = 100, **changes: Any) -> Path:
     """Write a Llama with a tokenizer of worked solutions; return its folder."""
-    pairs = generate_worked_solutions(100, 0.5, 0)
+    pairs = generate_worked_solutions(problems, 0.5, 0)
     write_llama(folder, ["".join(pair) for pair in pairs], 192, **changes)
     return folder / "llama"

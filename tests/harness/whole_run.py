@@ -5,10 +5,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from waiting import RUN_SECONDS
+from jax_ppo.reporting.files import read_samples
+from waiting import RUN_SECONDS, finish_all
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,6 +34,36 @@ def run_python(
     )
     assert not check or process.returncode == 0, process.stdout + process.stderr
     return process
+
+
+def start_processes(
+    *arguments: Any, own: Sequence[Any] = ((), ()), address: str = "", devices: int = 1
+) -> list[subprocess.Popen[str]]:
+    """Start Python with these arguments and each process's own ones after them.
+
+    Processes of the package connect at `address` by their environment.
+    """
+    environment = machine(devices)
+    if address:
+        environment |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(len(own))}
+    return [
+        subprocess.Popen(
+            [sys.executable, *map(str, (*arguments, *words))],
+            env=environment | ({"JAX_PROCESS_ID": str(number)} if address else {}),
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for number, words in enumerate(own)
+    ]
+
+
+def finish(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
+    """Wait for processes, which must succeed, and return the output of each."""
+    outputs = finish_all(processes)
+    assert [process.returncode for process in processes] == [0] * len(processes), outputs
+    return [output for output, _ in outputs]
 
 
 def run_command(command: str, *arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -77,3 +109,19 @@ def read_steps(workdir: Path) -> list[dict[str, str]]:
 def read_evaluations(workdir: Path) -> list[dict[str, Any]]:
     """Return the figures of the evaluations of a run."""
     return json.loads((workdir / "summary.json").read_text())["evaluations"]
+
+
+def read_lines(path: Path) -> list[Any]:
+    """Return the values of a JSONL file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def assert_equal_runs(workdir: Path, other: Path) -> None:
+    """Assert equal metrics (except timings), evaluations, samples and weights, bit for bit."""
+    assert list(read_samples(workdir)) == list(read_samples(other))
+    assert read_metrics(workdir) == read_metrics(other)
+    assert read_evaluations(workdir) == read_evaluations(other)
+    weights = [path.relative_to(other) for path in other.rglob("*model.safetensors")]
+    assert weights
+    for path in weights:
+        assert (workdir / path).read_bytes() == (other / path).read_bytes(), path

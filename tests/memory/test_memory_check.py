@@ -19,8 +19,7 @@ from jax_ppo.memory.remedies import PossibleChanges, rank_remedies
 from jax_ppo.run import ppo_training
 from jax_ppo.runtime import devices, meshes
 from jax_ppo.training.networks import Folders
-from llama_folder import write_llama
-from worked_solutions import generate_worked_solutions
+from llama_folder import write_arithmetic_llama
 
 CONFIG = tiny.config()
 FOLDERS = Folders(actor=Path("actor"))
@@ -223,8 +222,7 @@ def test_cpu_devices_share_the_memory_of_the_host(monkeypatch):
 
 
 def test_a_run_is_refused_before_it_loads_a_model(tmp_path, monkeypatch, capsys):
-    texts = [text for pair in generate_worked_solutions(50, 0.5, 0) for text in pair]
-    write_llama(tmp_path, texts, tokens=192)
+    write_arithmetic_llama(tmp_path)
     monkeypatch.setattr(memory_check, "read_memory_limit", lambda: 1000)
     options = {"model.path": f"{tmp_path}/llama", "data.train_files": "arithmetic:128"}
     config = loading.load_config("arithmetic", options)

@@ -3,19 +3,16 @@
 import dataclasses
 import functools
 import json
-import os
-import subprocess
-import sys
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from character_tokenizer import CharacterTokenizer
 from jax_ppo.config.schema import MeshShape, Reward
 from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.errors import UserError
@@ -25,7 +22,8 @@ from jax_ppo.rewards.reward_functions import resolve_reward_function
 from jax_ppo.rewards.samples import RewardResult
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.types import Example, Prompts, Rollout
-from waiting import HANG_SECONDS, finish_all
+from waiting import HANG_SECONDS
+from whole_run import finish, start_processes
 
 
 def rewards(failures):
@@ -105,15 +103,19 @@ def test_figures_of_the_rules_cover_the_samples_of_all_processes(monkeypatch):
     )
 
 
-def test_the_reward_models_scores_are_weighted(monkeypatch):
-    scorer = RuleScorer(
-        mesh=None,
-        tokenizer=None,
+def make_scorer(mesh=None, rule=None, model_weight=1.0):
+    return RuleScorer(
+        mesh=mesh,
+        tokenizer=CharacterTokenizer(),
         options=Reward(),
-        rule=None,
-        model_weight=0.25,
+        rule=rule,
+        model_weight=model_weight,
         reward_inputs=None,
     )
+
+
+def test_the_reward_models_scores_are_weighted(monkeypatch):
+    scorer = make_scorer(model_weight=0.25)
     scores = jnp.array([4.0, 8.0, -4.0, 0.0])
     monkeypatch.setattr(rewarding.forward_passes, "reward_model_scores", lambda *arguments: scores)
     state = types.SimpleNamespace(role_params=lambda role, nets: None)
@@ -189,25 +191,8 @@ print(json.dumps(found))
 
 @pytest.mark.slow
 def test_a_sample_is_scored_once_where_tensor_parallelism_spans_processes(coordinator_address):
-    common = {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": "2",
-        "JAX_COORDINATOR_ADDRESS": coordinator_address,
-        "JAX_NUM_PROCESSES": "2",
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM],
-            cwd=Path(__file__).parents[2],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | common | {"JAX_PROCESS_ID": str(index)},
-        )
-        for index in (0, 1)
-    ]
-    outputs = [output for output, _ in finish_all(processes)]
-    assert [process.returncode for process in processes] == [0, 0]
-    first, second = (json.loads(output.splitlines()[-1]) for output in outputs)
+    processes = start_processes("-c", PROGRAM, address=coordinator_address, devices=2)
+    first, second = (json.loads(output.splitlines()[-1]) for output in finish(processes))
     texts = ["10", "12 13", "14", "16 17", "18", "20 21", "22", "24 25"]
     for model in ("4", "2"):
         assert first[model].pop("calls") == texts[:4]
@@ -221,15 +206,6 @@ def test_a_sample_is_scored_once_where_tensor_parallelism_spans_processes(coordi
                 "length": 3.5,
             }
         )
-
-
-class Words:
-    """A tokenizer whose token i is the letter i."""
-
-    added_tokens_decoder = {}
-
-    def batch_decode(self, responses, skip_special_tokens):
-        return ["".join(chr(token) for token in response) for response in responses]
 
 
 def test_rules_do_not_read_what_a_tool_has_answered():
@@ -265,14 +241,7 @@ def test_rules_do_not_read_what_a_tool_has_answered():
             sharding.rows(mesh),
         ),
     )
-    scorer = RuleScorer(
-        mesh=mesh,
-        tokenizer=Words(),
-        options=Reward(),
-        rule=rule,
-        model_weight=1.0,
-        reward_inputs=None,
-    )
+    scorer = make_scorer(mesh=mesh, rule=rule)
     examples = (Example("prompt", "mine"), Example("prompt", "mine"))
     rewards = scorer.score(PromptBatch(examples, rollout.prompts, np.arange(2), 2), rollout)
     assert read == ["2*3=\n#### 5", "2*3=\n#### 6"]
@@ -286,7 +255,7 @@ def test_turns_with_nothing_between_them_are_lines_of_their_own():
     response = np.array([ord(c) for c in "12=3 4"])
     is_action = np.array([1, 1, 1, 0, 0, 1, 0, 0], bool)
     starts = np.array([1, 1, 0, 0, 0, 1, 0, 0], bool)
-    read = functools.partial(rewarding.policy_text, Words(), response, is_action)
+    read = functools.partial(rewarding.policy_text, CharacterTokenizer(), response, is_action)
     assert read(starts) == "1\n2=\n4"
     assert read(np.zeros_like(starts)) == "12=\n4"
 
@@ -297,7 +266,9 @@ def test_a_thought_that_the_template_opens_before_a_turn_belongs_to_the_turn():
     response = np.array([ord(c) for c in first + observation + second])
     is_action = np.ones(len(response), bool)
     is_action[len(first) : -len(second)] = False
-    read = rewarding.policy_text(Words(), response, is_action, np.zeros_like(is_action))
+    read = rewarding.policy_text(
+        CharacterTokenizer(), response, is_action, np.zeros_like(is_action)
+    )
     assert read == "4?</think>call\n<think>#### 5"
 
 
@@ -318,13 +289,9 @@ def test_a_rule_knows_of_the_thought_that_the_prompt_has_opened():
         truncated=None,
         action_mask=None,
     )
-    scorer = RuleScorer(
+    scorer = make_scorer(
         mesh=meshes.make_mesh(MeshShape(), jax.devices()[:1]),
-        tokenizer=Words(),
-        options=Reward(),
         rule=resolve_reward_function(Reward()),
-        model_weight=1.0,
-        reward_inputs=None,
     )
     batch = PromptBatch(
         tuple(Example(prompt, "openai/gsm8k", "5") for prompt in prompts),

@@ -9,13 +9,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import tiny
+from data_files import write_rows
 from jax_ppo.config.loading import default_config, from_config_dict
 from jax_ppo.errors import UserError
 from jax_ppo.run import ppo_training
 from jax_ppo.training.roles import read_networks, resolve_role_folders, resolve_roles
 from jax_ppo.training.state import StateBuilder
 from llama_folder import write_arithmetic_llama
-from whole_run import read_rows
+from whole_run import read_lines, read_rows
 
 STEPS = 4
 
@@ -88,11 +89,10 @@ def test_a_critic_learns_from_the_files_of_a_run_and_resumes_exactly(trained, tm
     files.mkdir()
     scores = []
     for path in sorted((workdir / "rollouts").glob("training_*.jsonl")):
-        records = [json.loads(line) for line in path.read_text().splitlines()]
         # Later tokens can tell, which the values must learn.
-        records = [record | {"score": record["response_ids"][0] % 2} for record in records]
+        records = [x | {"score": x["response_ids"][0] % 2} for x in read_lines(path)]
         scores += [record["score"] for record in records]
-        (files / path.name).write_text("".join(json.dumps(x) + "\n" for x in records))
+        write_rows(files / path.name, records)
     with (files / "training_000004.jsonl").open("a") as file:
         file.write('{"prompt": "half')
     config = alone(
@@ -121,8 +121,8 @@ def test_a_critic_learns_from_the_files_of_a_run_and_resumes_exactly(trained, tm
     assert np.mean(first_epoch) == pytest.approx(np.mean(scores), abs=1e-5)
     assert float(rows[0]["critic/explained_variance"]) == 0
     assert max(float(row["critic/explained_variance"]) for row in rows[-3:]) > 0.1
-    (refused,) = (run / "refused.jsonl").read_text().splitlines()
-    assert json.loads(refused)["location"].endswith("training_000004.jsonl:9")
+    (refused,) = read_lines(run / "refused.jsonl")
+    assert refused["location"].endswith("training_000004.jsonl:9")
     expected = (run / "critic" / "model.safetensors").read_bytes()
     shutil.rmtree(run / "checkpoints" / "24")
     ppo_training.train_ppo(config, run)

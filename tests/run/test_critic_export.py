@@ -47,10 +47,8 @@ def train(monkeypatch, workdir, **changes):
     return seen
 
 
-@pytest.mark.parametrize(
-    "rank",
-    [pytest.param(0, marks=pytest.mark.exhaustive), pytest.param(4, marks=pytest.mark.exhaustive)],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("rank", [0, 4])
 def test_a_run_continues_from_an_exported_critic_with_its_head(rank, tmp_path, monkeypatch, capsys):
     train(monkeypatch, tmp_path / "base")
     base = {"model__path": f"{tmp_path}/base/actor", "model__lora__rank": rank}

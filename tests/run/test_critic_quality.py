@@ -1,7 +1,6 @@
 """Figures of the critic on held-out responses."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from jax_ppo.run.critic_quality import (
     knows_unit_of_rewards,
 )
 from jax_ppo.training.control import first_control
+from whole_run import read_lines
 
 
 def predictions(values, returns, tenths=None):
@@ -86,7 +86,7 @@ def test_before_training_the_bias_is_the_negative_mean_return(shared, tmp_path):
     }
     summary = ppo_training.train_ppo(loading.load_config("arithmetic", options), tmp_path)
     (rollouts,) = tmp_path.glob("rollouts/evaluation_000000.jsonl")
-    records = [json.loads(line) for line in rollouts.read_text().splitlines()]
+    records = read_lines(rollouts)
     returns = np.array([record["score"] - record["truncated"] for record in records])
     lengths = np.array([len(record["response_ids"]) for record in records])
     first, last = summary["evaluations"]

@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 import tiny
+from data_files import write_rows
 from jax_ppo import check
 from jax_ppo.config.schema import Config, Data, Reward
 from jax_ppo.data.tokenizer import load_tokenizer
@@ -14,23 +15,14 @@ from jax_ppo.errors import UserError
 from jax_ppo.run import build, data_check
 from jax_ppo.run.rule_trial import try_rule
 from jax_ppo.types import Example
-from llama_folder import write_llama
-from worked_solutions import generate_worked_solutions
+from llama_folder import write_arithmetic_llama
 
 ROW = {"question": "1 + 1?", "answer": "It is 2.\n#### 2"}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    texts = [text for pair in generate_worked_solutions(50, 0.5, 0) for text in pair]
-    write_llama(folder, texts, tokens=192)
-    return folder / "llama"
-
-
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return write_arithmetic_llama(tmp_path_factory.mktemp("model"))
 
 
 def run_check(capsys, *arguments):

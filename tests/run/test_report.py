@@ -22,7 +22,6 @@ from jax_ppo.errors import UserError
 from jax_ppo.reporting import files, journal
 from jax_ppo.reporting.sinks import read_metrics_csv
 from jax_ppo.run import evaluation, ppo_training, reporter
-from jax_ppo.run.evaluation import Evaluation
 from jax_ppo.run.export import export_models
 from jax_ppo.runtime.compiled_programs import Compilations
 from jax_ppo.training.networks import Folders
@@ -40,12 +39,17 @@ HEALTHY = {
 }
 
 
+def make_reporter(workdir, total_steps=1, progress=None, **changes):
+    run = types.SimpleNamespace(
+        config=tiny.config(**changes), total_steps=total_steps, tokenizer=CharacterTokenizer()
+    )
+    return reporter.Reporter(run, workdir, progress or Progress(), Compilations())
+
+
 def report_steps(workdir, steps, progress=None, flops=None, **changes):
     """Write steps with a Reporter; each has the metrics HEALTHY with these replacements."""
     rewarded = types.SimpleNamespace(failures=2, extra={"rule_failures": 0.0}, misses=())
-    run = types.SimpleNamespace(config=tiny.config(**changes), total_steps=len(steps))
-    progress = progress or Progress()
-    with reporter.Reporter(run, workdir, progress, Compilations()) as writer:
+    with make_reporter(workdir, len(steps), progress, **changes) as writer:
         for step, metrics in enumerate(steps):
             writer.report_later(step, jax.tree.map(np.float32, HEALTHY | metrics), rewarded, flops)
             writer.write_pending_report()
@@ -106,10 +110,9 @@ def test_a_full_disk_ends_no_run_for_a_page_and_names_the_file_of_figures(
 
 
 def test_kept_generation_defaults_are_said_to_differ_from_evaluations(tmp_path, capsys):
-    run = types.SimpleNamespace(config=tiny.config(), total_steps=1)
     values = {"eos_token_id": 2, "use_cache": True, "temperature": 0.6, "top_k": 20}
     (tmp_path / "actor").mkdir()
-    with reporter.Reporter(run, tmp_path, Progress(), Compilations()) as journal_of_run:
+    with make_reporter(tmp_path) as journal_of_run:
         for kept in (values, {"eos_token_id": 2, "transformers_version": "5"}):
             (tmp_path / "actor" / "generation_config.json").write_text(json.dumps(kept))
             journal_of_run.report_model(tmp_path / "actor", "model.path")
@@ -124,9 +127,8 @@ ENDS = ("complete", "ValueError: bad luck", "error: bad options", "stopped by SI
 def test_the_report_says_when_and_why_a_run_ended(end, tmp_path, monkeypatch):
     if "SIGTERM" in end:
         monkeypatch.setattr(journal.signals, "received_signal", lambda: signal.SIGTERM)
-    run = types.SimpleNamespace(config=tiny.config(), total_steps=9)
     with contextlib.suppress(ValueError, UserError):
-        with reporter.Reporter(run, tmp_path, Progress(step=3), Compilations()):
+        with make_reporter(tmp_path, 9, Progress(step=3)):
             if "ValueError" in end:
                 raise ValueError("bad luck")
             if "error: " in end:
@@ -274,10 +276,9 @@ def test_samples_are_written_of_the_first_step_and_every_nth(
     count, frequency, step, is_logged, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(reporter, "describe_step", lambda *_: [])
-    config = tiny.config(trainer__log_rollouts=count, trainer__log_rollouts_freq=frequency)
-    run = types.SimpleNamespace(config=config, total_steps=20, tokenizer=None)
+    changes = {"trainer__log_rollouts": count, "trainer__log_rollouts_freq": frequency}
     rewarded = types.SimpleNamespace(failures=0, extra={}, misses=())
-    with reporter.Reporter(run, tmp_path, Progress(), Compilations()) as writer:
+    with make_reporter(tmp_path, 20, **changes) as writer:
         writer.report_later(step, jax.tree.map(np.float32, HEALTHY), rewarded, samples=object())
         writer.write_pending_report()
     file = tmp_path / files.SAMPLES_FOLDER / f"training_{step + 1:06d}.jsonl"
@@ -299,18 +300,10 @@ def test_responses_of_an_evaluation_that_could_not_be_scored_are_reported(tmp_pa
         types.SimpleNamespace(failures=count, scored=4, first_failure=cause)
         for count, cause in ((0, ""), (2, "row 3"), (1, "row 0"))
     ]
-    scored = Evaluation(
-        accuracy=1.0,
-        reward_mean=0.5,
-        length_mean=4.0,
-        figures={},
-        records=[],
-        responses_per_prompt=1,
-    )
+    scored = tiny.make_evaluation(1.0)
     failing = evaluation.with_failures(scored, rewards)
     assert failing.first_failure == "row 3"
-    run = types.SimpleNamespace(config=tiny.config(), total_steps=1)
-    with reporter.Reporter(run, tmp_path, Progress(), Compilations()) as writer:
+    with make_reporter(tmp_path) as writer:
         writer.report_evaluation(0, scored)
         assert "warning" not in capsys.readouterr().out
         writer.report_evaluation(1, failing)
@@ -327,32 +320,20 @@ def test_an_evaluation_without_a_right_answer_shows_what_was_looked_for(tmp_path
         found = {"ground_truth": "7", "answer": answer, "correct": correct, "truncated": truncated}
         return response | found
 
-    def make_evaluation(records, accuracy):
-        return Evaluation(
-            accuracy=accuracy,
-            reward_mean=accuracy,
-            length_mean=4.0,
-            figures={},
-            records=records,
-            responses_per_prompt=1,
-        )
-
-    tokenizer = CharacterTokenizer()
-    run = types.SimpleNamespace(config=tiny.config(), total_steps=1, tokenizer=tokenizer)
     # A calculator wrote 7 in a dialogue, which the rule does not read.
     dialogue = make_record(False, "4", False) | {"response": "3 + 4 =7"}
     ids = [ord(character) for character in "3 + 4 =7"]
     dialogue |= {"response_ids": ids, "action_mask": [1] * 7 + [0]}
     wrong = [make_record(False, None, True), make_record(False, "3", False), dialogue]
-    with reporter.Reporter(run, tmp_path, Progress(), Compilations()) as writer:
-        writer.report_evaluation(0, make_evaluation(wrong, 0.0))
+    with make_reporter(tmp_path) as writer:
+        writer.report_evaluation(0, tiny.make_evaluation(0.0, wrong))
         printed = capsys.readouterr().out
         assert "accuracy 0.000, reward 0.000, 1 of 3 responses cut off" in printed
         assert "no answer is right\n  looked for '7', in 'It is 7.'\n" in printed
         assert "  looked for '7', read '3' in 'It is 7.'" in printed
         assert "  looked for '7', read '4' in '3 + 4 ='\n" in printed
         right = [make_record(True, "7", False), *wrong]
-        writer.report_evaluation(1, make_evaluation(right, 1 / 4))
+        writer.report_evaluation(1, tiny.make_evaluation(1 / 4, right))
     assert "looked for" not in capsys.readouterr().out
 
 

@@ -141,10 +141,7 @@ def test_two_processes_and_eight_devices_score_the_same(files, tmp_path):
         ),
     ],
 )
-def test_mistakes_are_told_before_weights_load(files, tmp_path, option, message, monkeypatch):
-    monkeypatch.setattr(
-        "jax_ppo.training.state.StateBuilder.create", lambda *_: pytest.fail("weights were loaded")
-    )
+def test_mistakes_are_told_before_weights_load(files, tmp_path, option, message, no_weights):
     config, _ = command_line.read_command_line(
         [
             "train",

@@ -86,17 +86,8 @@ def test_exported_adapters_of_a_critic_are_read_on_their_base(revision, base, tm
 
 
 def test_a_reward_function_that_fails_on_everything_gives_no_figures():
-    failing = evaluation.Evaluation(
-        accuracy=None,
-        reward_mean=0.0,
-        length_mean=1.0,
-        figures={},
-        records=[],
-        responses_per_prompt=1,
-        failures=2,
-        scored=3,
-        first_failure="row 0 of the batch:\nTraceback",
-    )
+    failure = "row 0 of the batch:\nTraceback"
+    failing = tiny.make_evaluation(None, failures=2, scored=3, first_failure=failure)
     evaluation.require_scores(failing)
     with pytest.raises(UserError, match="failed on all 3 responses.* row 0 of the batch:\nTrace"):
         evaluation.require_scores(dataclasses.replace(failing, failures=3))

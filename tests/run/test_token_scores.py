@@ -1,22 +1,19 @@
 """Scores of given responses are what a run has learned from them."""
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 import types
 
 import numpy as np
 import pytest
 
+from data_files import write_rows
 from jax_ppo import command
 from jax_ppo.config import loading
 from jax_ppo.errors import UserError
 from jax_ppo.run import ppo_training, token_scores
 from jax_ppo.run.token_scores import FIGURES, score_file
 from jax_ppo.training.roles import SMALL_MODEL
-from waiting import finish_all
+from whole_run import finish, read_lines, start_processes
 
 OPTIONS = {
     "data.train_files": "arithmetic:24",
@@ -37,10 +34,6 @@ OPTIONS = {
     "trainer.log_rollouts_freq": 1,
     "trainer.log_rollouts": 12,
 }
-
-
-def read_rows(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def load(command="score", **changes):
@@ -78,8 +71,8 @@ def test_a_file_of_rollouts_gets_what_the_step_has_learned_from(trained, tmp_pat
     )
     summary = score_file(config, tmp_path)
     assert "normalize='running': not read; the checkpoint's run had 'none'" in summary["notes"][0]
-    records = read_rows(file)
-    tokens = read_rows(tmp_path / "tokens.jsonl")
+    records = read_lines(file)
+    tokens = read_lines(tmp_path / "tokens.jsonl")
     assert len(records) == summary["rows"] == 12
     for column, name in FIGURES.items():
         if name in records[0]:
@@ -96,7 +89,7 @@ def test_a_file_of_rollouts_gets_what_the_step_has_learned_from(trained, tmp_pat
     np.testing.assert_allclose(np.concatenate(differences), np.concatenate(columns(tokens, "kl")))
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "reference_logprobs" in page and "12 responses of" in page
-    assert not read_rows(tmp_path / "refused.jsonl")
+    assert not read_lines(tmp_path / "refused.jsonl")
 
 
 def columns_of_two(tokens, *names):
@@ -114,7 +107,9 @@ def test_texts_are_scored_without_a_critic_and_broken_rows_are_refused(trained, 
         row | {"ground_truth": "2", "points": 3.0},
     ]
     file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"prompt": "half')
+    write_rows(file, rows)
+    with file.open("a") as opened:
+        opened.write('{"prompt": "half')
     config = load(
         model__path=str(SMALL_MODEL),
         algorithm__use_kl_in_reward=False,
@@ -126,9 +121,9 @@ def test_texts_are_scored_without_a_critic_and_broken_rows_are_refused(trained, 
     )
     (tmp_path / "scores").mkdir()
     summary = score_file(config, tmp_path / "scores")
-    tokens = read_rows(tmp_path / "scores" / "tokens.jsonl")
+    tokens = read_lines(tmp_path / "scores" / "tokens.jsonl")
     assert {token["row"] for token in tokens} == {1, 4}
-    refused = read_rows(tmp_path / "scores" / "refused.jsonl")
+    refused = read_lines(tmp_path / "scores" / "refused.jsonl")
     assert [row["location"] for row in refused] == [f"{file}:{line}" for line in (2, 3, 5)]
     reasons = ("response is empty", "points: expected a finite number, got nan", "not JSON")
     for row, reason in zip(refused, reasons, strict=True):
@@ -213,7 +208,7 @@ def test_an_exported_critic_of_normalized_values_is_read_as_its_checkpoint_is(tm
         folder = tmp_path / str(number)
         folder.mkdir()
         score_file(load(model__path=str(model), score__file=file), folder)
-        values.append(np.concatenate(columns(read_rows(folder / "tokens.jsonl"), "value")))
+        values.append(np.concatenate(columns(read_lines(folder / "tokens.jsonl"), "value")))
     np.testing.assert_allclose(*values, atol=1e-5)
     assert np.std(values[0]) > 1e-3
 
@@ -227,30 +222,12 @@ def test_two_processes_score_as_one_does(trained, tmp_path, coordinator_address)
     (tmp_path / "one").mkdir()
     expected = score_file(load(**models), tmp_path / "one")
     arguments = [f"--config.{name}={value}" for name, value in (OPTIONS | models).items()]
-    common = {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": "1",
-        "JAX_COORDINATOR_ADDRESS": coordinator_address,
-        "JAX_NUM_PROCESSES": "2",
-    }
     command = ["-m", "jax_ppo.score", "--config=arithmetic", f"--workdir={tmp_path}/two"]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *command, *arguments],
-            cwd=pathlib.Path(__file__).parents[2],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | common | {"JAX_PROCESS_ID": str(index)},
-        )
-        for index in (0, 1)
-    ]
-    outputs = [output for output, _ in finish_all(processes)]
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    finish(start_processes(*command, *arguments, address=coordinator_address))
     summary = json.loads((tmp_path / "two" / "summary.json").read_text())
     for name in ("rows", "refused", "tokens", "reward_mean", "without_advantage"):
         assert summary[name] == pytest.approx(expected[name], abs=1e-6), name
-    one, two = (read_rows(tmp_path / name / "tokens.jsonl") for name in ("one", "two"))
+    one, two = (read_lines(tmp_path / name / "tokens.jsonl") for name in ("one", "two"))
     assert len(one) == len(two) and summary["refused"] == 1
     for name, value in one[0].items():
         ours, theirs = ([token[name] for token in tokens] for tokens in (two, one))
@@ -258,4 +235,4 @@ def test_two_processes_score_as_one_does(trained, tmp_path, coordinator_address)
             np.testing.assert_allclose(ours, theirs, atol=2e-5, err_msg=name)
         else:
             assert ours == theirs, name
-    assert read_rows(tmp_path / "one/refused.jsonl") == read_rows(tmp_path / "two/refused.jsonl")
+    assert read_lines(tmp_path / "one/refused.jsonl") == read_lines(tmp_path / "two/refused.jsonl")

@@ -1,6 +1,5 @@
 """Processes of a run end together, and one in which nothing moves ends."""
 
-import os
 import pathlib
 import signal
 import subprocess
@@ -10,6 +9,7 @@ import pytest
 
 from jax_ppo.runtime import faults
 from waiting import HANG_SECONDS, finish_all
+from whole_run import start_processes
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -74,17 +74,7 @@ with signals.handle_stop_signals(ends_process=True):
 
 
 def start_two_processes(way, address):
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, number, address, way],
-            cwd=ROOT,
-            text=True,
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for number in "01"
-    ]
+    return start_processes("-c", PROGRAM, own=[(number, address, way) for number in "01"])
 
 
 @pytest.mark.slow

@@ -1,9 +1,5 @@
 """Each row belongs to one process, and rows come back from the mesh as they went there."""
 
-import os
-import pathlib
-import subprocess
-import sys
 import types
 
 import numpy as np
@@ -11,9 +7,7 @@ import pytest
 
 import tiny
 from jax_ppo.runtime import placement, sharding
-from waiting import finish_all, keep_port
-
-ROOT = pathlib.Path(__file__).parents[2]
+from whole_run import finish, start_processes
 
 
 @pytest.mark.parametrize("shape", [{"data": 8}, {"data": 2, "model": 4}, {"fsdp": 4, "model": 2}])
@@ -146,20 +140,7 @@ print("exchanges", exchanges)
 
 
 @pytest.mark.slow
-def test_each_process_copies_to_its_other_devices_what_they_need():
-    with keep_port() as port:
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", COPIES, f"localhost:{port.getsockname()[1]}", number],
-                cwd=ROOT,
-                env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for number in "01"
-        ]
-        outputs = finish_all(processes)
-    assert all(process.returncode == 0 for process in processes), outputs
+def test_each_process_copies_to_its_other_devices_what_they_need(coordinator_address):
+    processes = start_processes("-c", COPIES, coordinator_address, own="01", devices=4)
     # Of 12 and 8 rows, where one group of devices decodes all, and of 8, which six cannot split.
-    assert outputs[0][0].splitlines()[-1] == "exchanges 3"
+    assert finish(processes)[0].splitlines()[-1] == "exchanges 3"

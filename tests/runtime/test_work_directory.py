@@ -12,7 +12,7 @@ import pytest
 from jax_ppo import command
 from jax_ppo.errors import UserError
 from jax_ppo.runtime import work_directory
-from waiting import finish_all
+from whole_run import finish, start_processes
 
 ROOT = pathlib.Path(__file__).parents[2]
 HOLDER = """
@@ -137,22 +137,9 @@ faults.run_or_abort(main)
 
 
 def run_two(folders, coordinator_address):
-    common = {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COORDINATOR_ADDRESS": coordinator_address,
-        "JAX_NUM_PROCESSES": "2",
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESSES, folder],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | common | {"JAX_PROCESS_ID": str(number)},
-        )
-        for number, folder in enumerate(folders)
-    ]
-    lines = [output.splitlines() for output, _ in finish_all(processes)]
+    own = [[folder] for folder in folders]
+    processes = start_processes("-c", PROCESSES, own=own, address=coordinator_address)
+    lines = [output.splitlines() for output in finish(processes)]
     return [[line for line in own if not line.startswith("[Gloo]")] for own in lines]
 
 

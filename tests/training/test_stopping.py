@@ -2,10 +2,7 @@
 
 import contextlib
 import os
-import pathlib
 import signal
-import subprocess
-import sys
 import types
 
 import jax
@@ -27,8 +24,7 @@ from jax_ppo.runtime import signals
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.progress import Progress
 from waiting import finish_all
-
-ROOT = pathlib.Path(__file__).parents[2]
+from whole_run import start_processes
 
 
 def test_a_signal_asks_for_an_end_at_the_next_step(tmp_path):
@@ -84,22 +80,7 @@ faults.run_or_abort(main)
 
 
 def start_two_processes(coordinator_address, *arguments):
-    common = {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COORDINATOR_ADDRESS": coordinator_address,
-        "JAX_NUM_PROCESSES": "2",
-    }
-    command = [sys.executable, "-c", PROCESSES, *arguments]
-    return [
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | common | {"JAX_PROCESS_ID": str(index)},
-        )
-        for index in (0, 1)
-    ]
+    return start_processes("-c", PROCESSES, *arguments, address=coordinator_address)
 
 
 @pytest.mark.parametrize(

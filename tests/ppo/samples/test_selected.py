@@ -17,8 +17,7 @@ from jax_ppo.ppo.samples.selected import choose_groups, choose_responses, is_uni
 from jax_ppo.reporting.files import read_samples
 from jax_ppo.run import ppo_training
 from jax_ppo.training.random_streams import sample_key, training_stream
-from llama_folder import write_llama
-from worked_solutions import generate_worked_solutions
+from llama_folder import write_arithmetic_llama
 
 # Prompts with an odd answer earn nothing; other responses earn a number that they determine.
 REWARD = """
@@ -50,8 +49,7 @@ def get_config():
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    texts = [prompt + response for prompt, response in generate_worked_solutions(200, 0.5, 0)]
-    write_llama(folder, texts, tokens=192)
+    write_arithmetic_llama(folder, problems=200)
     (folder / "reward.py").write_text(REWARD)
     (folder / "config.py").write_text(
         CONFIG.format(model=folder / "llama", reward=f"{folder}/reward.py:reward")
