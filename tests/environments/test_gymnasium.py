@@ -6,11 +6,11 @@ import types
 import numpy as np
 import pytest
 
+from answering import answer_text, observed
 from character_tokenizer import CharacterTokenizer
 from jax_ppo.config.rollout_options import MultiTurn
 from jax_ppo.environments.loading import load_environment_class, make_environment, try_first_reset
 from jax_ppo.errors import UserError
-from jax_ppo.sampler.engine import Turns
 from jax_ppo.types import NOTHING, Example
 
 FILE = """
@@ -65,24 +65,15 @@ def load(tmp_path):
     return load_class
 
 
-def answer(environment, rows, text, turn=0):
-    rows = np.array(rows)
-    state = (rows, np.arange(len(rows)), rows + 100, np.full(len(rows), turn))
-    turns = np.tile([*map(ord, text)], (len(rows), 1))
-    return environment.answer(Turns(*state, turns, np.full(len(rows), len(text))))
-
-
 def test_episodes_have_seeds_and_end_by_either_flag_and_info_becomes_metrics(load):
     made, options = load("make", info_metrics="turns,missing")
     environment = make_environment(made, options, CharacterTokenizer(), EXAMPLES)
-    tokens, lengths, rewards, done, figures = answer(environment, [0, 1], "ab")
-    assert ["".join(map(chr, row[:n])) for row, n in zip(tokens, lengths, strict=True)] == [
-        "7ab",  # the row's own seed
-        "101ab",
-    ]
+    answers = answer_text(environment, [0, 1], "ab")
+    _, _, rewards, done, figures = answers
+    assert observed(answers) == ["7ab", "101ab"], "the first row has a seed of its own"
     assert rewards.tolist() == [0.5, 0.5] and done.tolist() == [False, True]
     np.testing.assert_array_equal(figures, [[1, NOTHING, 0]] * 2)
-    assert answer(environment, [0], "stop", turn=1)[3].tolist() == [True]
+    assert answer_text(environment, [0], "stop", turn=1)[3].tolist() == [True]
     Count = type(made().environment)
     assert sorted(Count.opened) == [(7, "Count.", 0), (101, "Count.", 1)]
     assert Count.closed == [101, 7], "each is closed once, when it ends"
@@ -92,10 +83,10 @@ def test_a_dialogue_that_failed_or_was_cut_off_is_closed_when_another_takes_its_
     made, options = load("make")
     environment = make_environment(made, options, CharacterTokenizer(), EXAMPLES)
     Count = type(made().environment)
-    assert answer(environment, [0], "raise")[4].tolist() == [[1]]
+    assert answer_text(environment, [0], "raise")[4].tolist() == [[1]]
     assert Count.closed == []
-    answer(environment, [0], "x")
-    answer(environment, [0], "x")
+    answer_text(environment, [0], "x")
+    answer_text(environment, [0], "x")
     assert Count.closed == [7, 7]
 
 

@@ -9,13 +9,13 @@ import threading
 import numpy as np
 import pytest
 
+from answering import answer_text, observed
 from character_tokenizer import CharacterTokenizer
 from jax_ppo import http_client
 from jax_ppo.config.rollout_options import MultiTurn
 from jax_ppo.environments.adapters import KEY_VARIABLE
 from jax_ppo.environments.loading import load_environment_class, make_environment, try_first_reset
 from jax_ppo.errors import UserError
-from jax_ppo.sampler.engine import Turns
 from jax_ppo.types import NOTHING, Example
 
 EXAMPLES = [Example(f"Guess {n}.", "mine", str(n), {"limit": n}) for n in range(20)]
@@ -85,25 +85,13 @@ def make(url, **options):
     return server, make_environment(server, options, CharacterTokenizer(), EXAMPLES)
 
 
-def answer(environment, rows, text, turn=0):
-    """Return the answers to one turn of each row's dialogue, whose seed is row + 100."""
-    rows = np.array(rows)
-    state = (rows, np.arange(len(rows)), rows + 100, np.full(len(rows), turn))
-    turns = np.tile([*map(ord, text)], (len(rows), 1))
-    return environment.answer(Turns(*state, turns, np.full(len(rows), len(text))))
-
-
-def observed(answers):
-    return ["".join(map(chr, row[:n])) for row, n in zip(*answers[:2], strict=True)]
-
-
 def test_each_dialogue_is_an_episode_and_all_are_stepped_side_by_side(server):
     server.barrier = threading.Barrier(3)
     remote, environment = make(server.url)
-    answers = answer(environment, [2, 3, 4], "hi")
+    answers = answer_text(environment, [2, 3, 4], "hi")
     assert observed(answers) == ["102:hi", "103:hi", "104:hi"]
     assert answers[2].tolist() == [0, 0, 0] and not answers[3].any()
-    answers = answer(environment, [2, 3, 4], "ho", turn=1)
+    answers = answer_text(environment, [2, 3, 4], "ho", turn=1)
     assert observed(answers) == ["102:ho", "103:ho", "104:ho"]
     assert answers[2].tolist() == [0.5, 0, 0] and answers[3].tolist() == [True, False, False]
     np.testing.assert_array_equal(answers[4], [[2, 0]] * 3)
@@ -119,13 +107,6 @@ def test_each_dialogue_is_an_episode_and_all_are_stepped_side_by_side(server):
         "extra_info": {"limit": int(body["ground_truth"])},
     }
     assert str(remote) == server.url
-
-
-def test_what_reset_shows_is_noted_unless_the_prompt_has_it(server):
-    remote, _ = make(server.url)
-    assert try_first_reset(remote, EXAMPLES[3]) == ""
-    note = try_first_reset(remote, Example("Begin.", "mine", "", {"limit": 1}))
-    assert "does not see what reset returns for a prompt, 'Guess'" in note
 
 
 @pytest.mark.parametrize(
@@ -144,7 +125,7 @@ def test_what_may_be_temporary_is_tried_again_and_no_turn_is_taken_twice(
 ):
     _, environment = make(server.url)
     server.codes = codes
-    answers = answer(environment, [1], "hi")
+    answers = answer_text(environment, [1], "hi")
     assert len(server.requests) == calls
     np.testing.assert_array_equal(answers[4], [[NOTHING, 1]] if fails else [[1, 0]])
     assert answers[2].tolist() == [0.0 if fails else 0.5]
@@ -156,8 +137,8 @@ def test_a_server_that_says_so_gets_a_turn_again_by_its_number(server):
     _, environment = make(server.url)
     server.is_repeatable = True
     server.codes = [200, 500, 200, 502]
-    assert answer(environment, [2], "hi")[4].tolist() == [[1, 0]]
-    assert answer(environment, [2], "ho", turn=1)[4].tolist() == [[2, 0]]
+    assert answer_text(environment, [2], "hi")[4].tolist() == [[1, 0]]
+    assert answer_text(environment, [2], "ho", turn=1)[4].tolist() == [[2, 0]]
     steps = [body for path, body, _ in server.requests if path.endswith("/step")]
     assert [body["turn"] for body in steps] == [0, 0, 1, 1]
     assert steps[0] == steps[1] and steps[2] == steps[3]
@@ -168,7 +149,7 @@ def test_a_server_that_keeps_failing_ends_the_run_after_some_calls(server, monke
     monkeypatch.setattr("jax_ppo.environments.adapters.MAX_FAULTS", 3)
     _, environment = make(server.url)
     server.codes = [500, 500, 500] * 2 + [200, 200] + [500] * 100
-    answers = answer(environment, list(range(1, 20)), "hi")
+    answers = answer_text(environment, list(range(1, 20)), "hi")
     # Two dialogues cannot begin, one is answered, and three more fail: each after three resets.
     assert answers[4][:, -1].tolist() == [1, 1, 0] + [1] * 16
     assert len(server.requests) == 6 + 2 + 9
@@ -210,11 +191,6 @@ def test_a_server_that_is_not_there_or_hangs_is_named_before_the_run():
         UserError, match="environment=http://127.0.0.1:9: /reset: ConnectionRefusedError.*refused"
     ):
         try_first_reset(remote, EXAMPLES[1])
-
-
-def test_a_name_that_no_metric_can_have_is_refused():
-    with pytest.raises(UserError, match="info_metrics='a b': the name of a metric is 'a b'"):
-        make("http://host", info_metrics="a b")
 
 
 def test_a_key_that_no_header_can_hold_is_named_and_not_shown(monkeypatch):

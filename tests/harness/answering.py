@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jax_ppo.sampler.engine import Answers
+from jax_ppo.sampler.engine import Answers, Turns
 
 
 class Answering:
@@ -28,3 +28,16 @@ class Answering:
             answers.observations[b, : len(observed)] = observed
             answers.lengths[b] = len(observed)
         return answers
+
+
+def answer_text(environment, rows, text, turn=0):
+    """Return the answers to one turn of each row's dialogue, whose seed is row + 100."""
+    rows = np.array(rows)
+    state = (rows, np.arange(len(rows)), rows + 100, np.full(len(rows), turn))
+    turns = np.tile([*map(ord, text)], (len(rows), 1))
+    return environment.answer(Turns(*state, turns, np.full(len(rows), len(text))))
+
+
+def observed(answers):
+    """Return the texts of the observations of tokens that are characters."""
+    return ["".join(map(chr, row[:n])) for row, n in zip(*answers[:2], strict=True)]

@@ -41,18 +41,6 @@ PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo \\
     trainer.n_gpus_per_node=1 trainer.nnodes=1 trainer.save_freq=-1 trainer.test_freq=10 \\
     trainer.total_epochs=15 trainer.ref_fancy_option=3 $@ 2>&1 | tee verl_demo.log
 """
-# What examples/ppo_trainer/run_qwen3_8b_fsdp.sh of verl sets beside the above.
-VERL_FSDP = """python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.use_dynamic_bsz=True
-    actor_rollout_ref.model.use_remove_padding=True critic.model.use_remove_padding=True
-    actor_rollout_ref.model.enable_gradient_checkpointing=True
-    critic.model.enable_gradient_checkpointing=True
-    actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True
-    actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=24576
-    actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True
-    actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=24576
-    actor_rollout_ref.ref.fsdp_config.param_offload=True critic.use_dynamic_bsz=True
-    critic.ppo_max_token_len_per_gpu=24576 critic.fsdp.param_offload=False
-    critic.fsdp.optimizer_offload=False trainer.balance_batch=True"""
 TRL = """accelerate launch ppo_tldr.py --dataset_name trl-lib/tldr --output_dir out
     --learning_rate 3e-6 --num_ppo_epochs 4 --kl_coef 0.05 --cliprange=0.3 --vf_coef 0.1 --bf16
     --missing_eos_penalty 1.0 --response_length 53 --gradient_checkpointing --lora_target_modules
@@ -477,19 +465,6 @@ def test_a_command_of_verl():
     assert "a variable of the shell" in notes
 
 
-def test_every_option_of_verls_example_is_known():
-    translated = translate("verl", VERL_FSDP)
-    assert translated.options == {
-        "packing.enabled": "true",
-        "model.gradient_checkpointing": "true",
-        "algorithm.reference_offload": "true",
-        "critic.param_offload": "false",
-        "critic.optimizer_offload": "false",
-    }
-    assert len(translated.notes) == 8  # packing needs no limits: they are named, with the reason
-    assert "there is no such option" not in "\n".join(translated.notes)
-
-
 def test_commands_of_trl_and_openrlhf():
     options = translate("trl", TRL).options
     assert options["actor.optim.lr"] == options["critic.optim.lr"] == "3e-6"
@@ -501,15 +476,6 @@ def test_commands_of_trl_and_openrlhf():
     options = translate("openrlhf", OPENRLHF).options
     assert (options["actor.optim.beta1"], options["actor.optim.beta2"]) == ("0.9", "0.95")
     assert options["critic.optim.lr"] == "9e-6" and options["rollout.n"] == "2"
-
-
-@pytest.mark.parametrize(("framework", "text"), [("verl", VERL), ("openrlhf", OPENRLHF)])
-def test_what_is_printed_is_read_by_our_command(framework, text):
-    command = translate(framework, text).command()
-    assert re.search(r" \\\n    --config\.", command)
-    words = shlex.split(command.replace("$HOME", "/root").replace("\\\n", ""))
-    config, _ = command_line.read_command_line(["train", *words[3:]])
-    assert config.rollout.n == (2 if framework == "openrlhf" else 1)
 
 
 def test_the_command_prints_options_and_what_has_no_counterpart(capsys):

@@ -46,10 +46,6 @@ class TestConsole:
             1, 2, {"reward/accuracy": math.nan}, reporter.COLUMNS
         )
 
-    def test_say(self, capsys):
-        console.print_on_main("hello")
-        assert capsys.readouterr().out == "hello\n"
-
 
 class Terminal(io.StringIO):
     def isatty(self):

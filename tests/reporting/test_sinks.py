@@ -1,6 +1,5 @@
 """Output files: unchanged by interruptions, with all curves and a summary for other tools."""
 
-import csv
 import json
 import math
 
@@ -13,6 +12,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.reporting import sinks
 from jax_ppo.reporting.files import collect_versions, write_summary_file
 from jax_ppo.reporting.sinks import MetricsLog, read_metrics_csv
+from whole_run import read_rows
 
 TRAINING = {
     "reward/mean": 0.1 + 0.2,
@@ -26,11 +26,6 @@ EVALUATION = {"eval/accuracy": 0.5, "eval/reward_mean": 0.25}
 def open_log(folder, first_step=0, loggers=()):
     options = Trainer(logger=",".join(loggers))
     return MetricsLog(folder, options, {"experiment_name": "name", "seed": 0}, first_step)
-
-
-def rows(folder):
-    with (folder / "training_metrics.csv").open() as file:
-        return list(csv.DictReader(file))
 
 
 def write_run(folder, first_step, last_step):
@@ -57,7 +52,7 @@ class TestCurveFile:
             writer.write(2, TRAINING | {"reward/mean": jnp.float32(0.1)})
         text = (tmp_path / "new/folder/training_metrics.csv").read_text()
         assert text.splitlines()[0] == "step,actor/entropy,kl/reference,reward/mean,seconds/step"
-        first, second = rows(tmp_path / "new/folder")
+        first, second = read_rows(tmp_path / "new/folder")
         assert float(first["reward/mean"]) == 0.1 + 0.2 and float(first["kl/reference"]) == 1e-17
         assert first["actor/entropy"] == "nan" and float(second["reward/mean"]) == np.float32(0.1)
 
@@ -80,9 +75,9 @@ class TestCurveFile:
         # Resumed, and stopped before it did anything.
         write_run(tmp_path / "broken", checkpoint, checkpoint)
         expected = [
-            row["step"] for row in rows(tmp_path / "whole") if int(row["step"]) <= checkpoint
+            row["step"] for row in read_rows(tmp_path / "whole") if int(row["step"]) <= checkpoint
         ]
-        assert [row["step"] for row in rows(tmp_path / "broken")] == expected
+        assert [row["step"] for row in read_rows(tmp_path / "broken")] == expected
         write_run(tmp_path / "broken", checkpoint, 10)
         whole, broken = (tmp_path / name / "training_metrics.csv" for name in ("whole", "broken"))
         assert broken.read_text() == whole.read_text()
@@ -93,7 +88,7 @@ class TestCurveFile:
         path.write_text(path.read_text() + "4,0.12")
         assert [row["step"] for row in read_metrics_csv(path)] == ["0", "1", "2", "3"]
         write_run(tmp_path, 4, 5)
-        assert [row["step"] for row in rows(tmp_path)] == ["0", "1", "2", "3", "5"]
+        assert [row["step"] for row in read_rows(tmp_path)] == ["0", "1", "2", "3", "5"]
 
     @pytest.mark.parametrize("line", [b"1,2,3,4,5,6", b"1", b"one,2", b"1,a", b"1,\xff"])
     def test_a_damaged_line_is_named_before_the_run_continues(self, tmp_path, line):
@@ -113,7 +108,7 @@ class TestCurveFile:
     def test_a_run_that_begins_anew_forgets_the_one_before(self, tmp_path):
         write_run(tmp_path, 0, 3)
         write_run(tmp_path, 0, 1)
-        assert [row["step"] for row in rows(tmp_path)] == ["0", "1"]
+        assert [row["step"] for row in read_rows(tmp_path)] == ["0", "1"]
 
     def test_one_logger_that_cannot_be_closed_leaves_no_other_open(self, tmp_path):
         log = open_log(tmp_path)

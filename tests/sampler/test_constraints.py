@@ -59,19 +59,12 @@ def test_a_string_of_bytes_that_tokens_split_is_found():
         assert (state[0] == search.found_state) == found
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, marks=pytest.mark.exhaustive),
-        {"slots": 3},
-    ],
-    ids=str,
-)
-def test_a_response_ends_with_the_token_that_completes_a_stop_string(actor, options):
+@pytest.mark.parametrize("slots", [pytest.param(None, marks=pytest.mark.exhaustive), 3])
+def test_a_response_ends_with_the_token_that_completes_a_stop_string(actor, slots):
     free = actor.sample(make_prompts(LENGTHS), n=3, eos_ids=EOS)
     stop = ("cab", "bb")
     search = search_for(stop, TOKENS, V)
-    stopped = actor.sample(make_prompts(LENGTHS), n=3, eos_ids=EOS, stop=search, **options)
+    stopped = actor.sample(make_prompts(LENGTHS), n=3, eos_ids=EOS, stop=search, slots=slots)
     lengths = []
     for row, length in zip(free.responses, free.lengths, strict=True):
         ends = [end for end in range(1, length + 1) if any(s in text_of(row[:end]) for s in stop)]

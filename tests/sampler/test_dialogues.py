@@ -246,6 +246,12 @@ def test_devices_that_decode_the_same_samples_call_the_host_once():
     np.testing.assert_allclose(rollout.logprobs, expected.logprobs, atol=1e-4)
 
 
+def answer_one(environment):
+    """Return the answers to one turn of one token in the dialogue of row 0."""
+    one = (np.array([0]), np.arange(1), np.array([2]), np.zeros(1, np.int32))
+    return environment.answer(Turns(*one, np.array([[5]]), np.array([1])))
+
+
 class Broken(Dialogue):
     """An environment that fails, from its second dialogue on if `spares` is set."""
 
@@ -305,8 +311,7 @@ def test_rewards_that_are_not_finite_and_escape_sequences_are_failures(reward, c
     environment = HostEnvironment(Odd, Numbers(), examples, LONGEST, timeout=60.0)
     Odd.rewards = iter([np.array([1.0]), reward])
     for expected in (1.0, 0.0):
-        one = (np.array([0]), np.arange(1), np.array([2]), np.zeros(1, np.int32))
-        answers = environment.answer(Turns(*one, np.array([[5]]), np.array([1])))
+        answers = answer_one(environment)
         assert answers[2].tolist() == [expected]
     assert ("Odd failed" in caplog.text) and "\x1b" not in caplog.text
     assert examples[0].extra_info == {"seen": []}
@@ -336,8 +341,7 @@ def test_answers_of_a_wrong_type_are_failures(answer, message, caplog):
         Odd, Numbers(), examples, LONGEST, timeout=60.0, metric_names=("moves",)
     )
     Odd.rewards = iter([answer])
-    one = (np.array([0]), np.arange(1), np.array([2]), np.zeros(1, np.int32))
-    answers = environment.answer(Turns(*one, np.array([[5]]), np.array([1])))
+    answers = answer_one(environment)
     assert answers[2].tolist() == [0.0] and answers[3].tolist() == [True]
     assert message in caplog.text and "Traceback" not in caplog.text
 
@@ -362,8 +366,7 @@ def test_awaited_code_that_is_cancelled_is_a_failure(method, error, caplog):
     environment = HostEnvironment(
         type("Cancelled", (), answers | {method: fail}), Numbers(), EXAMPLES, LONGEST, timeout=60.0
     )
-    one = (np.array([0]), np.arange(1), np.array([2]), np.zeros(1, np.int32))
-    answered = environment.answer(Turns(*one, np.array([[5]]), np.array([1])))
+    answered = answer_one(environment)
     assert answered[2].tolist() == [float(method == "close")] and "gone" in caplog.text
 
 
@@ -379,8 +382,7 @@ def test_of_an_observation_that_is_cut_off_no_more_is_encoded():
     examples = [Example("4", "mine", extra_info={"seen": []})]
     environment = HostEnvironment(Odd, tokenizer, examples, observation_length=3, timeout=60.0)
     Odd.rewards = iter([("7 " * 10**5, 1.0, False)])
-    one = (np.array([0]), np.arange(1), np.array([2]), np.zeros(1, np.int32))
-    answers = environment.answer(Turns(*one, np.array([[5]]), np.array([1])))
+    answers = answer_one(environment)
     assert answers[0].tolist() == [[7, 7, 7]] and tokenizer.characters < 1000
 
 
@@ -397,8 +399,7 @@ class Unmakeable(Dialogue):
 def test_an_environment_that_cannot_be_made_fails_at_its_turn(error):
     Unmakeable.error = error
     environment = HostEnvironment(Unmakeable, Numbers(), EXAMPLES, LONGEST, timeout=60.0)
-    one = (np.array([4]), np.arange(1), np.array([2]), np.zeros(1, np.int32))
-    assert environment.answer(Turns(*one, np.array([[5]]), np.array([1])))[3].tolist() == [True]
+    assert answer_one(environment)[3].tolist() == [True]
     cause = f"{type(error).__name__}: no sandbox"
     with pytest.raises(UserError, match=rf"(?s)Unmakeable failed .*{cause}"):
         environment.raise_if_all_failed()

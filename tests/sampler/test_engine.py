@@ -9,9 +9,8 @@ import pytest
 
 import fake_rollout_server
 import tiny
-from jax_ppo.config import command_line, rollout_options
+from jax_ppo.config import loading, rollout_options
 from jax_ppo.errors import UserError
-from jax_ppo.models.hf import save as hf_save
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.run import ppo_training
 from jax_ppo.sampler import engine as engine_lib
@@ -19,10 +18,9 @@ from jax_ppo.sampler.built_in import BuiltInEngine, resolve_engine
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.engines import external
 from jax_ppo.sampler.other_mesh import engine_on_shapes
+from llama_folder import write_arithmetic_llama
 from tiny_actor import ARCHITECTURE, T
-from trained_tokenizer import train_tokenizer
 from whole_run import read_rows
-from worked_solutions import generate_worked_solutions
 
 LENGTH = 3  # length of every response of the engine below
 ENGINE = f'''
@@ -73,30 +71,24 @@ class FixedResponses:
         with open(os.path.join(os.path.dirname(__file__), "calls.json"), "w") as file:
             json.dump(self.calls, file)
 '''
-CONFIG = """
-from jax_ppo.config import default_config
-
-def get_config(arg=None):
-    config = default_config()
-    config.model.path = {model!r}
-    config.model.dtype = "float32"
-    config.data.train_files = "arithmetic:16"
-    config.data.val_files = "arithmetic:12:heldout"
-    config.data.train_batch_size, config.data.val_batch_size = 8, 8
-    config.data.max_prompt_length, config.data.max_response_length = 48, 4
-    config.actor.ppo_mini_batch_size = 8
-    config.rollout.engine = {engine!r}
-    config.rollout.reuse_logprobs = "never"
-    config.rollout.temperature = 0.5
-    config.rollout.val_kwargs.temperature = 0.0
-    config.reward.function = {reward!r}
-    config.reward.workers = 0
-    config.trainer.total_training_steps = 1
-    config.trainer.save_freq = 0
-    config.trainer.val_before_train = False
-    config.trainer.export = False
-    return config
-"""
+OPTIONS = {
+    "model.dtype": "float32",
+    "data.train_files": "arithmetic:16",
+    "data.val_files": "arithmetic:12:heldout",
+    "data.train_batch_size": 8,
+    "data.val_batch_size": 8,
+    "data.max_prompt_length": 80,
+    "data.max_response_length": 4,
+    "actor.ppo_mini_batch_size": 8,
+    "rollout.reuse_logprobs": "never",
+    "rollout.temperature": 0.5,
+    "rollout.val_kwargs.temperature": 0.0,
+    "reward.workers": 0,
+    "trainer.total_training_steps": 1,
+    "trainer.save_freq": 0,
+    "trainer.val_before_train": False,
+    "trainer.export": False,
+}
 
 
 @pytest.fixture
@@ -105,24 +97,16 @@ def config(tmp_path):
 
     Each response has reward 1.
     """
-    texts = ["".join(example) for example in generate_worked_solutions(200, 0.5, 0)]
-    train_tokenizer(texts, 192, tmp_path / "tokenizer")
-    architecture = dataclasses.replace(tiny.ARCHITECTURE, vocab_size=192)
-    params = tiny.init_params(Transformer(architecture), jax.random.key(0), "lm")
-    hf_save.export_checkpoint(
-        params, architecture, tmp_path / "model", source_folder=tmp_path / "tokenizer"
-    )
     (tmp_path / "fixed.py").write_text(ENGINE)
     (tmp_path / "reward.py").write_text(
         "def reward(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n"
     )
-    text = CONFIG.format(
-        model=str(tmp_path / "model"),
-        engine=f"{tmp_path}/fixed.py:FixedResponses",
-        reward=f"{tmp_path}/reward.py:reward",
-    )
-    (tmp_path / "config.py").write_text(text)
-    return command_line.read_command_line(["train", f"--config={tmp_path}/config.py"])[0]
+    own = {
+        "model.path": str(write_arithmetic_llama(tmp_path)),
+        "rollout.engine": f"{tmp_path}/fixed.py:FixedResponses",
+        "reward.function": f"{tmp_path}/reward.py:reward",
+    }
+    return loading.load_config(None, OPTIONS | own)
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ from jax_ppo.sampler.engines.external import ExternalEngine
 from jax_ppo.sampler.engines.protocols import Reply
 from jax_ppo.sampler.engines.rollout_server import ServerProcess
 from jax_ppo.sampler.text_search import search_for
+from waiting import is_running, wait_until
 
 MESH = meshes.make_mesh(MeshShape(), jax.devices()[:1])
 V = tiny_actor.ARCHITECTURE.vocab_size
@@ -352,8 +353,7 @@ class TestFaults:
         """They remove what they have in shared memory after the server has ended."""
         worker = f"trap '' TERM; touch {tmp_path}/started; sleep 0.3; touch {tmp_path}/cleaned"
         process = ServerProcess(["sh", "-c", f"({worker}) & wait"], {}, tmp_path / "log")
-        while not (tmp_path / "started").exists():
-            time.sleep(0.01)
+        wait_until((tmp_path / "started").exists)
         process.stop()
         assert (tmp_path / "cleaned").exists()
 
@@ -361,23 +361,11 @@ class TestFaults:
     def test_a_server_of_ours_ends_with_its_workers(self, tmp_path):
         program = f"sleep 1000 & echo $! > {tmp_path}/worker; wait"
         process = ServerProcess(["sh", "-c", program], {}, tmp_path / "log")
-        while not (tmp_path / "worker").exists() or not (tmp_path / "worker").read_text():
-            time.sleep(0.01)
+        wait_until((tmp_path / "worker").read_text)
         worker = int((tmp_path / "worker").read_text())
-        assert is_alive(worker)
+        assert is_running(worker)
         process.stop()
-        deadline = time.monotonic() + 10
-        while is_alive(worker) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not is_alive(worker)
-
-
-def is_alive(pid):
-    """Return whether the process runs; nobody may have collected its end."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+        wait_until(lambda: not is_running(worker))
 
 
 class TestResponse:
