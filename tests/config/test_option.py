@@ -65,4 +65,4 @@ def test_a_note_says_when_an_option_has_an_effect():
         "if `reward.normalize` is running"
     )
     normalized = tiny.config(reward__normalize="running", reward__normalize_shift=False)
-    assert "normalize_shift" not in " ".join(notes.train_notes(normalized))
+    assert "normalize_shift" not in " ".join(validation.train_notes(normalized))

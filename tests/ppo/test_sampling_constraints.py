@@ -6,7 +6,8 @@ from jax_ppo.config import loading
 from jax_ppo.errors import UserError
 from jax_ppo.reporting.files import read_samples
 from jax_ppo.run import ppo_training
-from llama_folder import write_arithmetic_llama
+from llama_folder import write_llama
+from worked_solutions import generate_worked_solutions
 
 OPTIONS = {
     "data.train_files": "arithmetic:32",
@@ -28,7 +29,10 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return str(write_arithmetic_llama(tmp_path_factory.mktemp("model")))
+    folder = tmp_path_factory.mktemp("model")
+    texts = [text for pair in generate_worked_solutions(50, 0.5, 0) for text in pair]
+    write_llama(folder, texts, tokens=192)
+    return str(folder / "llama")
 
 
 def train(model, workdir, **options):
