@@ -20,7 +20,7 @@ usage: python -m jax_ppo.check [FILE ...] [--config=FILE[:ARG]] [--config.OPTION
 FILE      any value of config.data.train_files: files, hf:, tfds:, arithmetic:COUNT
 --config  check the data of this configuration, with its model's tokenizer and its rules; FILEs
           replace its training data
---for     what the data are for: train, sft or reward_model; told from the rows by default
+--for     what the data are for: train (by default), sft or reward_model
 --json    print the report as JSON
 
 The exit code is 1 if training on the data would fail.
@@ -54,8 +54,8 @@ def read_check_arguments(arguments: list[str]) -> tuple[Config, str]:
     if unknown := [word for word in options if not word.startswith(known)]:
         hint = did_you_mean(unknown[0], ("--json", "--for", "--config"))
         raise UserError(f"{unknown[0]}: no such option of check.{hint}")
-    command = next((word[6:] for word in given_arguments if word.startswith("--for=")), "")
-    if command not in ("", *COMMANDS):
+    command = next((word[6:] for word in given_arguments if word.startswith("--for=")), "train")
+    if command not in COMMANDS:
         raise UserError(
             f"--for={command}: expected {', '.join(COMMANDS)}.{did_you_mean(command, COMMANDS)}"
         )
@@ -63,7 +63,7 @@ def read_check_arguments(arguments: list[str]) -> tuple[Config, str]:
         options.append(f"--config.data.train_files={files}")
     if any(not word.startswith("--config.") for word in options):
         words = [program, *options]
-        return command_line.read_command_line(words, command or "train")[0], command
+        return command_line.read_command_line(words, command)[0], command
     if not files:
         raise UserError("check: name the files to check, or a configuration with --config=FILE")
     # What else a run would need does not matter to the data.

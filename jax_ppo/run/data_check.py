@@ -11,13 +11,11 @@ from jax_ppo.config.schema import Config, Data, Model, Reward
 from jax_ppo.data import responses
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.chat_templates import encode_prompt
-from jax_ppo.data.columns import Columns, find_label
 from jax_ppo.data.messages import join_contents
 from jax_ppo.data.tokenize_prompts import encode_prompts
 from jax_ppo.environments.loading import describe_tools, load_environment_class
 from jax_ppo.errors import UserError, counted, printable_lines
 from jax_ppo.rewards import reward_functions, row_rules
-from jax_ppo.rewards.rule_table import rule_of_source
 from jax_ppo.run import rule_trial
 from jax_ppo.run.run_examples import chat_template, load_examples, make_encoding
 from jax_ppo.types import Example
@@ -25,14 +23,13 @@ from jax_ppo.types import Example
 _MAX_SHOWN = 5  # problems of one kind that are listed
 _MOST_IN_WORKERS = 64  # responses that a function, or a rule without a time bound, is tried on
 _NO_LIMIT = 2**31  # tokens of a prompt
-_REWARDS = ("function", "terms", "url", "model_path")  # options that say that there are rewards
 
 
-def check_data(config: Config, command: str = "") -> dict[str, Any]:
+def check_data(config: Config, command: str = "train") -> dict[str, Any]:
     """Return a report on the data that the options name.
 
     Tokens are counted with the tokenizer of `model.path`, if that is set. `command` is what the
-    data are for: train, sft or reward_model; "" to tell from the rows.
+    data are for: train, sft or reward_model.
 
     Returns:
       JSON: `command`, `training` and `held_out` (`None` without validation files), each as
@@ -44,29 +41,16 @@ def check_data(config: Config, command: str = "") -> dict[str, Any]:
       UserError: the data cannot be read.
     """
     by_environment = config.rewards_by_environment_alone
-    # Options of supervised training say that the rows are meant for it.
-    is_known = bool(command) or config.supervised != Config().supervised
-    if by_environment or any(getattr(config.reward, name) for name in _REWARDS):
-        command = command or "train"
     response_key = config.supervised.response_key
-    command, training, held_out, refusal = _load_for_command(
-        config.data, config.seed, response_key, command
-    )
+    read_key = None if command == "train" else response_key
+    training, held_out = load_examples(config.data, config.seed, read_key)
     if command == "train":
         environment_class = load_environment_class(config.rollout.multi_turn)
         training, held_out = (describe_tools(environment_class, e) for e in (training, held_out))
-    other_readings = []
-    if command != "train" and not is_known:
-        other_readings.append(
-            "told from the rows, which have responses and no rule; for `train` (--for=train), "
-            + _find_obstacles(training, config.reward)[0]
-        )
     tokenizer = _load_tokenizer(config.model)
     obstacles: list[str] = []
     if command == "train" and not by_environment:
         obstacles = _find_obstacles([*training, *held_out], config.reward)
-    if obstacles and refusal:
-        other_readings.append(f"told from the rows, since other commands refuse them: {refusal}")
     not_run = ""
     if command != "train":
         not_run = f"{command} reads no rewards"
@@ -93,7 +77,7 @@ def check_data(config: Config, command: str = "") -> dict[str, Any]:
             *_find_row_problems(config.data, training, parts[0]),
         ],
         "warnings": [
-            *other_readings,
+            *["rows of supervised training: --for=sft or --for=reward_model"] * bool(obstacles),
             *(
                 f"{name} data: {line}"
                 for name, part in zip(("training", "held-out"), parts, strict=True)
@@ -101,31 +85,6 @@ def check_data(config: Config, command: str = "") -> dict[str, Any]:
             ),
         ],
     }
-
-
-def _load_for_command(
-    data: Data, seed: int, response_key: str, command: str
-) -> tuple[str, list[Example], list[Example], UserError | None]:
-    """Return the command, told from the rows if it is "", and the examples that it reads.
-
-    Then why commands that read responses refuse the rows, if they were tried and do.
-    """
-    if command:
-        key = None if command == "train" else response_key
-        return command, *load_examples(data, seed, key), None
-    refusal = None
-    try:
-        training, held_out = load_examples(data, seed, response_key)
-    except UserError as error:
-        refusal = error  # of responses, perhaps, which `train` does not read
-        training, held_out = load_examples(data, seed)
-    command = _tell_command(training)
-    if refusal and command != "train":
-        raise refusal
-    if command == "train" and any(find_label(e.extra_info, Columns()) for e in training):
-        # Rows that only `sft` leaves out are missing.
-        training, held_out = load_examples(data, seed)
-    return command, training, held_out, refusal
 
 
 def format_report(report: dict[str, Any]) -> str:
@@ -157,17 +116,6 @@ def _load_tokenizer(options: Model) -> Any:
         if path := getattr(options, name):
             return tokenizer_lib.load_tokenizer(path, option=f"config.model.{name}")
     return None
-
-
-def _tell_command(examples: Sequence[Example]) -> str:
-    """Return the command that the rows are for, by their responses; rows with a rule: `train`."""
-    if any(rule_of_source(example.data_source) or example.ground_truth for example in examples):
-        return "train"
-    if all(example.rejected is not None for example in examples):
-        return "reward_model"
-    if all(example.response is not None for example in examples):
-        return "sft"
-    return "train"
 
 
 def _describe(

@@ -147,29 +147,25 @@ def test_a_rule_in_workers_and_a_function_are_run_and_what_is_not_is_said(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("rows", "command", "words"),
+    ("row", "command", "problem"),
     [
-        ([{"prompt": "p", "chosen": "a", "rejected": "b"}], "reward_model", []),
-        ([{"prompt": "p", "completion": "a"}], "sft", []),
-        ([{"prompt": "p", "completion": "a", "data_source": "exact"}], "train", ["is empty"]),
-        ([{"prompt": "p"}], "train", ["has no built-in rule"]),
+        ({"prompt": "p", "chosen": "a", "rejected": "b"}, "reward_model", ""),
+        ({"prompt": "p", "completion": "a"}, "reward_model", "has no rejected"),
+        ({"prompt": "p", "completion": "a"}, "sft", ""),
+        ({"prompt": "p", "completion": "a"}, "train", "has no built-in rule"),
+        ({"prompt": "p", "completion": "a", "data_source": "exact"}, "train", "is empty"),
+        ({"prompt": "p"}, "train", "has no built-in rule"),
     ],
 )
-def test_data_without_rewards_are_not_asked_about_rules(tmp_path, capsys, rows, command, words):
-    path = write_rows(tmp_path / "a.jsonl", rows)
-    report, code = run_check(capsys, path)
-    assert (report["command"], code) == (command, bool(words))
-    assert all(word in str(report["problems"]) for word in words)
-    if not words:
+def test_data_without_rewards_are_not_asked_about_rules(tmp_path, capsys, row, command, problem):
+    path = write_rows(tmp_path / "a.jsonl", [row])
+    report, code = run_check(capsys, path, f"--for={command}")
+    assert (report["command"], code) == (command, bool(problem))
+    assert problem in str(report["problems"])
+    if command != "train":
         assert report["training"]["rule"]["not_run"] == f"{command} reads no rewards"
-    # Both readings are named: these may be the rows of a PPO run that lacks a reward.
-    readings = [line for line in report["warnings"] if line.startswith("told from the rows")]
-    assert len(readings) == (command != "train")
-    assert all("--for=train" in line and "has no built-in rule" in line for line in readings)
-    # What they are for can be said.
-    report, code = run_check(capsys, path, "--for=reward_model")
-    assert code == ("rejected" not in rows[0])
-    assert report["command"] == "reward_model"
+    # These may be rows of another command.
+    assert any("--for=sft" in line for line in report["warnings"]) == (command == "train")
 
 
 def test_the_shipped_configuration_of_a_reward_model_is_checked_without_rules(
@@ -180,7 +176,9 @@ def test_the_shipped_configuration_of_a_reward_model_is_checked_without_rules(
     rows = [{"chosen": f"{turns}2", "rejected": f"{turns}3"}] * 64
     path = write_rows(tmp_path / "a.jsonl", rows)
     options = (f"--config.model.path={model}", "--config.data.val_files=")
-    report, code = run_check(capsys, path, "--config=hh_rlhf_reward", *options)
+    report, code = run_check(
+        capsys, path, "--config=hh_rlhf_reward", "--for=reward_model", *options
+    )
     assert (report["command"], code, report["problems"]) == ("reward_model", 0, [])
     assert not report["warnings"]
     report, code = run_check(capsys, path, "--config=hh_rlhf_sft", "--for=sft", *options)
@@ -213,18 +211,6 @@ def test_prompts_that_ask_for_another_form_are_a_warning(tmp_path, capsys):
 def test_what_would_end_a_run_is_a_problem(tmp_path, capsys, rows, problem):
     report, code = run_check(capsys, write_rows(tmp_path / "a.jsonl", rows))
     assert code == 1 and any(problem in line for line in report["problems"])
-
-
-def test_rows_that_no_command_takes_are_told_what_others_lack(tmp_path, capsys):
-    """Regression: pairs of which one is incomplete were said to lack only a rule of `train`."""
-    pair = {"prompt": "p", "chosen": "a", "rejected": "b"}
-    path = write_rows(tmp_path / "a.jsonl", [pair, pair | {"rejected": None}])
-    report, code = run_check(capsys, path)
-    assert code == 1 and report["command"] == "train"
-    assert report["warnings"] == [
-        "told from the rows, since other commands refuse them: "
-        f"{path}:2: chosen and rejected must both be set"
-    ]
 
 
 def test_too_few_or_too_long_prompts_are_a_problem(tmp_path, model, capsys):
@@ -302,13 +288,13 @@ def test_a_function_that_needs_a_column_that_no_row_has_is_refused_before_models
 
 
 def test_rows_for_sft_are_read_as_sft_reads_them(tmp_path, capsys):
-    """Regression: without --for, what ends `sft` was not found, and all rows of KTO counted."""
+    """Regression: what ends `sft` was not found, and all rows of KTO counted."""
     kto = [{"prompt": "p", "completion": text, "label": text == "a"} for text in "abc"]
-    report, _ = run_check(capsys, write_rows(tmp_path / "kto.jsonl", kto))
+    report, _ = run_check(capsys, write_rows(tmp_path / "kto.jsonl", kto), "--for=sft")
     assert (report["command"], report["training"]["rows"]) == ("sft", 1)
     two = {"prompt": "p", "completion": "a", "output": "b"}
     with pytest.raises(SystemExit, match="these columns hold different responses"):
-        check.main(["check", write_rows(tmp_path / "a.jsonl", [two])])
+        check.main(["check", write_rows(tmp_path / "a.jsonl", [two]), "--for=sft"])
     # `train` reads no responses.
     rule = {"ground_truth": "c", "data_source": "exact"}
     report, code = run_check(capsys, write_rows(tmp_path / "b.jsonl", [two | rule]))
