@@ -1,12 +1,9 @@
 """Tables of the estimators, losses, aggregations, schedules and engines that options select.
 
-Each is one entry below: its function as "module:function", its requirements, one line about it and
-its paper. The options' choices and their documentation, validation, notes, translation and the
-memory plan use the entries. To add one, write its function and its entry. This module is loaded
-before jax, so functions are imported at their first use.
-
-Options that accept `module:function` also take a user's function; `Registry.lookup` then returns an
-entry without requirements.
+To add one, write its function and its entry below; choices, documentation, validation, translation
+and the memory plan use the entries. This module is loaded before jax, so functions are imported at
+their first use. For a user's `module:function`, `Registry.lookup` returns an entry without
+requirements.
 """
 
 import dataclasses
@@ -205,8 +202,7 @@ class RolloutEngineEntry(Entry):
 
 
 # fmt: off
-# Without the formatter, as in config/schema.py, so that an entry reads as a paragraph: name and
-# function, meaning, when to use it, source and further facts.
+# As in config/schema.py: an entry reads as a paragraph.
 ADVANTAGE_ESTIMATORS = Registry(
     AdvantageEstimator, "Advantage estimators", ("algorithm.adv_estimator",),
     AdvantageEstimator("gae", "jax_ppo.kernels.advantages:gae",

@@ -148,8 +148,7 @@ def _nearest_config(path: Path) -> str:
 def shrink(config: "ml_collections.ConfigDict", defaults: "ml_collections.ConfigDict") -> None:
     """Make a configuration, complete and valid, its smoke form: its algorithm for two cores.
 
-    The options of losses, advantages, KL and schedules stay. Models, data and sizes are replaced by
-    those of the small model in the package.
+    Models, data and sizes are replaced by those of the small model in the package.
     """
     config.experiment_name = f"{config.experiment_name}-smoke"
     mini_batches = max(1, config.data.train_batch_size // config.actor.ppo_mini_batch_size)

@@ -116,11 +116,7 @@ class Option:
 
 
 def option(default: T, doc: str, **facts: Any) -> T:
-    """Declare an option of a section, with the other fields of `Facts`.
-
-    Returns:
-      A dataclass field, typed as the value so that type checkers see the option's type.
-    """
+    """Declare an option, with other fields of `Facts`, as a field that is typed as its value."""
     metadata = {"facts": Facts(doc=doc, **facts)}
     return typing.cast(T, dataclasses.field(default=default, metadata=metadata))
 

@@ -28,8 +28,8 @@ def measure_programs(step: AbstractStep) -> tuple[dict[str, ProgramMemory], set[
     """Compile the programs of a step, by taking it on shapes.
 
     Returns:
-      The bytes per device of each program by its name, and the names of the programs that the
-      compiler refused, whose temporaries it may count with the arrays that they replace.
+      The bytes per device of each program by name, and the programs that the compiler refused,
+      whose temporaries it may count with the arrays that they replace.
 
     Raises:
       UserError: the compiler failed for another reason than memory.

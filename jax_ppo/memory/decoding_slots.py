@@ -51,7 +51,7 @@ def count_decoding_slots(run: PPOMemory, rollout_mesh: Mesh, sampling: SamplingO
         resident += 2 * routing_bytes(actor.architecture, queue, config.sequence_length)
 
     def slot_bytes(slots: int) -> int:
-        """Return the bytes per device of the cache and the logits of one queue's slots."""
+        """Return the bytes per device of the cache and the logits of a queue's slots."""
         options = dataclasses.replace(sampling, slots=slots)
         queues = queue_cache_shapes(config.data, config.rollout, actor, rollout_mesh, options)
         cache = max(cache_bytes_per_device(caches, rollout_mesh) for caches in queues)

@@ -1,7 +1,7 @@
-"""Does a run fit? The least memory of a run on each device, compared with what the devices have.
+"""The least memory of a run on each device, compared with what the devices have.
 
-It is a lower bound by arithmetic: activations, logits and the decoding cache come on top. It is
-known before any weights are loaded, so that a mesh on which a run cannot fit is refused at once.
+Activations, logits and the decoding cache come on top. It is known before any weights are loaded,
+so that a mesh on which a run cannot fit is refused at once.
 """
 
 import contextlib
@@ -144,9 +144,8 @@ class SupervisedMemory:
 def validate_memory(run: PPOMemory | SupervisedMemory) -> None:
     """Raise `UserError` if a run cannot fit the devices of this process.
 
-    The message names the changes of options that would save the most. CPU devices share the host's
-    memory, in equal parts if all of them do the same. Other platforms that report no memory are not
-    checked.
+    The message names the changes of options that would save the most. CPU devices have equal parts
+    of the host's memory. Other platforms that report no memory are not checked.
     """
     limit = read_memory_limit()
     is_host = limit is None and target_platform() == "cpu"

@@ -35,9 +35,8 @@ def count_program_flops(
     """Return the FLOPs that each program of a step needs that runs a model, by its name.
 
     Recomputed activations do not count, and while sampling a prompt counts once for all of its
-    responses. All of `ppo_epochs` count, even if
-    `actor.target_kl` cut them short. A reward model with its own tokenizer counts as if its inputs
-    were as long as the samples.
+    responses. All of `ppo_epochs` count, even if `actor.target_kl` cut them short. A reward model
+    with its own tokenizer counts as if its inputs were as long as the samples.
 
     `prompt_lengths` are int [N]; `lengths`, of prompt and response, int [B], those of a prompt
     adjacent.
@@ -81,9 +80,8 @@ def count_forward_flops(
     """Return the FLOPs of the matrix products of a forward pass over sequences.
 
     A multiplication and an addition count as two, as in PaLM (arXiv 2204.02311, appendix B). Of the
-    experts, those that a token passes through count.
-    Attention counts the pairs of tokens that see each other, not those that are masked. Norms,
-    activations, biases and a scalar head are left out, and so are the relative terms of DeBERTa.
+    experts, those that a token passes through count; of attention, the pairs of tokens that see
+    each other. Norms, activations, biases, a scalar head and DeBERTa's relative terms are left out.
 
     `lengths` are int [B], the tokens of each sequence, and `num_logits` is the number of tokens for
     which logits over the vocabulary are computed.

@@ -1,12 +1,11 @@
 """A work directory in a bucket: a local folder whose files are uploaded, used by one run at a time.
 
-Orbax writes checkpoints to the bucket itself. Metrics, curves, event files and exports are written
-to the local folder. Objects cannot be appended to, so a changed file is uploaded as a whole.
+Orbax writes checkpoints to the bucket itself; other files are uploaded as a whole when they change.
 
 The object `run` names the run that uses the folder. A run replaces it when it starts, on condition
 that it is still the one just read: of two runs that start together, one is refused. A run that
-finds another's object in place of its own saves and uploads nothing more. So a run that was killed,
-or whose machine is gone, is resumed at once by the same command, anywhere.
+finds another's object in its place saves nothing more. So the same command resumes a killed run at
+once, anywhere.
 """
 
 import contextlib

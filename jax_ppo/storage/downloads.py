@@ -1,8 +1,7 @@
 """Local copies of model folders and data files that options name by addresses in object stores.
 
-Copies are kept in the user's cache folder, under names that depend on the contents: an address
-whose files have changed is downloaded again. One process per host downloads while the others wait.
-A copy appears only when it is complete, and an interrupted download continues where it stopped.
+Copies are in the user's cache folder, under names that depend on the contents. One process per host
+downloads while the others wait; an interrupted download continues where it stopped.
 """
 
 import base64
@@ -94,10 +93,7 @@ def fetch_files(
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file during the block, while other processes of this machine wait for it.
-
-    The file is created if it does not exist. The lock is released however this process ends.
-    """
+    """Hold the lock of a file, made if needed; other processes of this machine wait for it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -11,8 +11,6 @@ from typing import NamedTuple
 from jax_ppo.errors import UserError
 
 TIMEOUT_SECONDS = 10.0  # for the hub to answer
-
-
 # Kinds of repositories: the name in messages, and the prefix of the repositories in URLs.
 _KINDS = {"model": ("model", ""), "dataset": ("data set", "datasets/")}
 
@@ -28,9 +26,9 @@ class HubError(UserError):
     """A repository could not be obtained from the hub."""
 
     def __init__(self, message: str, reason: str) -> None:
-        """Create the error from its message and the reason alone."""
+        """Take the message, and the reason alone, for callers that write their own message."""
         super().__init__(message)
-        self.reason = reason  # names no option, for callers that write their own message
+        self.reason = reason
 
 
 def download_snapshot(
@@ -43,10 +41,9 @@ def download_snapshot(
 ) -> Snapshot:
     """Download the matching files of a repository to the hub's cache.
 
-    The hub is first queried once, with a time limit and without retries, before anything that
-    retries is started. If it does not answer, the contents of the cache are used. The hub's own
-    environment variables apply (HF_TOKEN, HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE). Without a network
-    at least one cached file matches.
+    The hub is first queried once, with a time limit and without retries. If it does not answer, the
+    cache is used, where at least one file must match. The hub's own environment variables apply
+    (HF_TOKEN, HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE).
 
     Args:
       name: OWNER/NAME, or OWNER/NAME@REVISION with a branch, tag or commit instead of main.
