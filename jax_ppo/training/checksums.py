@@ -157,9 +157,17 @@ def set_damaged_aside(directory: str, report: Callable[[str], None]) -> int | No
     checkpoint.
     """
     newest = None
+    if remote.is_address(directory):
+        # Of complete checkpoints: Orbax removes the others.
+        end = f"/{ocp.path.atomicity.COMMIT_SUCCESS_FILE}"
+        files = remote.list_files(directory, "--workdir")
+        names = [x.removesuffix(end) for x in files if x.endswith(end)]
+    else:
+        names = os.listdir(directory) if os.path.isdir(directory) else []
     # Folders are named by their step; anything else belongs to Orbax or to the user.
-    names = (name for name in _folder_names(directory) if name.isdecimal())
-    steps = sorted((int(name) for name in names if str(int(name)) == name), reverse=True)
+    steps = sorted(
+        (int(name) for name in names if name.isdecimal() and str(int(name)) == name), reverse=True
+    )
     for position, step in enumerate(steps):
         folder = f"{directory}/{step}"
         damage = find_damage(folder, small_files_only=newest is not None)
@@ -182,16 +190,6 @@ def set_damaged_aside(directory: str, report: Callable[[str], None]) -> int | No
                 line += "; there is no older one, so the run starts again from step 0"
             report(line)
     return newest
-
-
-def _folder_names(directory: str) -> list[str]:
-    """Return the names of what is in a directory; in a bucket, of complete checkpoints."""
-    if remote.is_address(directory):
-        # Orbax removes the others.
-        end = f"/{ocp.path.atomicity.COMMIT_SUCCESS_FILE}"
-        files = remote.list_files(directory, "--workdir")
-        return [x.removesuffix(end) for x in files if x.endswith(end) and x.count("/") == 1]
-    return os.listdir(directory) if os.path.isdir(directory) else []
 
 
 def _remove(folder: str) -> None:

@@ -84,29 +84,29 @@ _add = CompiledProgram(operator.add)
 
 
 def _draw_again(
-    step: StepParts,
+    parts: StepParts,
     state: TrainState,
     rollout: Rollout,
     packed: PackedRows,
     key: jax.Array,
 ) -> tuple[Any, ...]:
     """Return the rollout with new log-probs, and what `replace_tokens` does of it."""
-    layout = sharding.batch_rows(step.mesh, len(rollout.lengths))
-    sequences = join_sequences(rollout, step.config.sequence_length)
+    layout = sharding.batch_rows(parts.mesh, len(rollout.lengths))
+    sequences = join_sequences(rollout, parts.config.sequence_length)
     keys = _draw_keys(len(rollout.lengths), key, layout)
     options = dataclasses.replace(
-        step.step_options.forward,
+        parts.step_options.forward,
         old_logprobs=True,
         # Without it, the compiler fuses log-probs otherwise than in the update.
         entropy=True,
         reference=False,
         full_kl=False,
         shared_trunk=False,
-        sampling=step.sampling,
+        sampling=parts.sampling,
     )
-    outputs = forward_part_exactly(options, step.nets, "policy", state, sequences, packed, keys)
+    outputs = forward_part_exactly(options, parts.nets, "policy", state, sequences, packed, keys)
     rollout = dataclasses.replace(rollout, logprobs=outputs.old_logprobs)
-    return rollout, *_replace_tokens(step.sampling, rollout, outputs.drawn, key, layout)
+    return rollout, *_replace_tokens(parts.sampling, rollout, outputs.drawn, key, layout)
 
 
 @program(static_argnames=("count", "layout"))
