@@ -101,9 +101,7 @@ def tokenize_responses(
     """
     if tokenizer.eos_token_id is None:
         raise UserError(f"{name}: the tokenizer has no EOS token to end responses with")
-    nonempty = [
-        example for example in examples if all(getattr(example, field).strip() for field in fields)
-    ]
+    nonempty = [e for e in examples if all(getattr(e, field).strip() for field in fields)]
     report_dropped(
         name,
         len(examples) - len(nonempty),

@@ -306,12 +306,8 @@ def _is_readable(parameters: Any) -> bool:
     if not isinstance(parameters, dict):
         return False
     known, required = parameters.get("properties", {}), parameters.get("required", ())
-    return (
-        isinstance(known, dict)
-        and all(
-            isinstance(one, dict) and isinstance(one.get("type", ""), (str, list))
-            for one in known.values()
-        )
-        and isinstance(required, (list, tuple))
-        and all(isinstance(name, str) and name in known for name in required)
-    )
+    if not isinstance(known, dict) or not isinstance(required, (list, tuple)):
+        return False
+    types = (one.get("type", "") if isinstance(one, dict) else None for one in known.values())
+    are_listed = all(isinstance(name, str) and name in known for name in required)
+    return are_listed and all(isinstance(one, (str, list)) for one in types)
