@@ -56,13 +56,13 @@ def must_be_set(is_met: Callable[[Any], object], *commands: str) -> OptionRule:
 
 
 def engine_is_built_in(others: str) -> OptionRule:
-    """Return the rule that the engine is the built-in one; `others` says what others do."""
+    """Return the rule that the engine is built-in; `others` completes the error of another one."""
     message = f"config.rollout.engine={{c.rollout.engine!r}} {others}"
     return option_is("rollout.engine", "built-in", message)
 
 
 def has_server(engine: str) -> OptionRule:
-    """Return the rule that an engine that is a server has an address, or is started."""
+    """Return the rule that a server engine has an address, or an interpreter to start it."""
     return OptionRule(
         lambda c: (
             c.rollout.engine != engine
@@ -75,7 +75,7 @@ def has_server(engine: str) -> OptionRule:
 
 
 def fills_alone(axis: str) -> OptionRule:
-    """Return the rule that only one axis of the mesh takes the devices that others leave."""
+    """Return the rule that at most one axis of the mesh is -1, the devices that others leave."""
     return OptionRule(
         lambda c: (
             getattr(c.mesh, axis) != -1 or [c.mesh.model, c.mesh.fsdp, c.mesh.data].count(-1) == 1
@@ -87,7 +87,7 @@ def fills_alone(axis: str) -> OptionRule:
 
 
 def compares(count: Callable[[Any], int]) -> tuple[OptionRule, OptionRule]:
-    """Return the rules that what compares responses has several of them to each prompt."""
+    """Return the rules that estimators and filters by group get several responses per prompt."""
     # The advantage of a single response within its group is always 0.
     return (
         OptionRule(
@@ -120,7 +120,7 @@ VALUES_TOKENS = OptionRule(
     "config.algorithm.adv_estimator={c.algorithm.adv_estimator!r} has a critic that learns "
     "values only where turns start; leave it unset, or choose bi_level_gae")
 CRITIC_HAS_TRUNK = option_is("critic.shared_trunk", False,
-    "a critic that shares the actor's trunk has no trunk of its own; leave it unset, or set "
+    "a critic that shares the actor's trunk has no separate trunk; leave it unset, or set "
     "config.critic.shared_trunk=False")
 HAS_OWN_CRITIC = OptionRule(lambda c: not c.shares_trunk, CRITIC_HAS_TRUNK.summary)
 WEIGHS = OptionRule(lambda c: c.algorithm.rollout_is != "none", "`algorithm.rollout_is` is set")
@@ -153,7 +153,7 @@ HAS_BUILT_IN_ENGINE = engine_is_built_in("stores its weights itself")
 ENGINE_IS_SERVER = OptionRule(
     lambda c: ROLLOUT_ENGINES.lookup(c.rollout.engine).is_server,
     engine_is(lambda entry: entry.is_server),
-    "config.rollout.engine={c.rollout.engine!r} is no server; set it to vllm or openai")
+    "config.rollout.engine={c.rollout.engine!r} is not a server; set it to vllm or openai")
 STARTS_VLLM = OptionRule(lambda c: c.rollout.engine == "vllm" and not c.rollout.url,
     "`rollout.engine` is vllm without a `rollout.url`",
     "no vLLM is started with config.rollout.engine={c.rollout.engine!r} and "
@@ -175,5 +175,5 @@ HAS_ENVIRONMENT = is_set("rollout.multi_turn.environment")
 ENVIRONMENT_IS_SERVER = OptionRule(
     lambda c: c.rollout.multi_turn.environment.startswith(("http://", "https://")),
     "`rollout.multi_turn.environment` is the address of a server",
-    "config.rollout.multi_turn.environment={c.rollout.multi_turn.environment!r} is no server; "
+    "config.rollout.multi_turn.environment={c.rollout.multi_turn.environment!r} is not a server; "
     "set it to http://HOST:PORT")

@@ -137,8 +137,8 @@ class MultiTurn:
                 "config.rollout.multi_turn.timeout={c.rollout.multi_turn.timeout}, which bounds "
                 "all calls of a turn together", at_default=True)))
     url_retries: int = option(2,
-        "repetitions of a call that the environment's server refused (429, 503) or did not "
-        "accept; of a `reset`, and a `step` that the server lets repeat, also after other faults",
+        "retries of a call that the environment's server refused (429, 503) or did not accept; "
+        "`reset`, and `step` if the server permits it, are also retried after other faults",
         at_least=0, rules=(ENVIRONMENT_IS_SERVER,))
     action_field: str = option("",
         "field of the object that the environment's server takes as action, such as `message`; "
@@ -205,8 +205,8 @@ class RolloutOptions(Sampling):
             DRAWN_ONCE))
     weights_dir: str = option("",
         "folder in which an external engine finds the weights of each step, shared with a server "
-        "on another machine; empty: shared memory, or the temporary folder if they do not fit "
-        "twice",
+        "on another machine; empty: shared memory, or the temporary folder if two copies do "
+        "not fit",
         rules=(OptionRule(lambda c: ROLLOUT_ENGINES.lookup(c.rollout.engine).is_external,
             engine_is(lambda entry: entry.is_external)),))
     url: str = option("",
@@ -224,8 +224,8 @@ class RolloutOptions(Sampling):
         'strings that end a response or a turn: one string, or a JSON list such as ["Question:", '
         '"\\n\\n"]; the token that completes one is part of the response',
         is_json=True, parse=parse_strings)
-    min_new_tokens: int = option(0, "tokens before which a response does not end",
-        unit="tokens", at_least=0,
+    min_new_tokens: int = option(0,
+        "tokens before which no EOS and no stop string ends a response", unit="tokens", at_least=0,
         rules=(OptionRule(lambda c: c.rollout.min_new_tokens <= c.data.max_response_length,
             "it is at most `data.max_response_length`",
             "must be at most config.data.max_response_length={c.data.max_response_length}"),))
@@ -258,8 +258,8 @@ class RolloutOptions(Sampling):
                 "to compare the sampler's with; set it to 'auto'"),
             DRAWN_ONCE))
     exact: bool = option(False,
-        "draw each token again from a forward pass over the rows of the update, so that both have "
-        "the same log-probs to the bit (docs/sample-sources.md)",
+        "draw each token again from a forward pass over the rows of the update, so that sampling "
+        "and update have bit-identical log-probs (docs/sample-sources.md)",
         read_by=PPO,
         rules=(
             OptionRule(lambda c: not HAS_ROLLOUT_MESH.is_met(c) and all(

@@ -100,17 +100,18 @@ class Data:
     ground_truth_key: str = option("",
         "column of the reference answer; empty: recognized by name (ground_truth, "
         "expected_answer, final_answer, answer), or in reward_model")
-    system_prompt: str = option("", "system message of every chat, instead of the chat's own")
+    system_prompt: str = option("", "system message of every chat; replaces one that it has")
     prompt_template: str = option("",
-        "text around each prompt, or a chat's last message, which replaces {prompt} in it; @FILE "
-        "reads it from a file")
+        "text around each prompt, or around a chat's last message, whose place is {prompt}; @FILE "
+        "reads the text from a file")
     instruction: str = option("", "text appended to a prompt that is only a question or problem")
     chat_template: bool = option(True, "apply the tokenizer's chat template if it has one")
     chat_template_kwargs: str = option("",
         'variables of the chat template, as a JSON object: {"enable_thinking": false}')
     date: str = option("",
-        "the date that chat templates write, as YYYY-MM-DD; empty: of the run's first start, "
-        "also where its models are evaluated; else today", parse=parse_date, fixed_on_resume=True)
+        "date that chat templates write, as YYYY-MM-DD; empty: the day the run first started, "
+        "also when its models are evaluated; without a run, today",
+        parse=parse_date, fixed_on_resume=True)
     shuffle: bool = option(True, "shuffle the rows anew in each epoch, from `seed`",
         read_by=LEARNING)
 
@@ -134,12 +135,12 @@ class Reward:
         "data_source as JSON, or a chat completion if url_model is set, and JAX_PPO_REWARD_KEY as "
         "a bearer token")
     url_model: str = option("",
-        "name of the model that judges; its reply has the score as JSON or as its last number",
+        "name of the judging model, whose reply has the score as JSON or as its last number",
         rules=(HAS_REWARD_URL,))
     url_prompt: str = option(
         "Rate the response to the prompt from 0 to 10. End with the number.\n\n"
         "Prompt:\n{prompt}\n\nResponse:\n{response}",
-        "prompt of the model that judges; {ground_truth} may occur in it, too",
+        "prompt for the judging model; may also contain {ground_truth}",
         rules=(HAS_REWARD_URL,))
     url_timeout: float = option(15.0, "longest time for a call",
         unit="seconds", above=0, rules=(HAS_REWARD_URL,))
@@ -149,13 +150,13 @@ class Reward:
     fallback_score: float = option(0.0,
         "score of a sample whose rule raised an error or ran out of time")
     workers: int | None = option(None,
-        "worker processes of the reward function, where a call that hangs or dies costs only its "
-        "sample; 0: the run's own process; unset: 1 for your functions, math, regex and "
-        "json_schema, else 0",
+        "worker processes of the reward function, so that a call that hangs or crashes costs only "
+        "its sample; 0: call it in the run's process; unset: 1 for your functions, math, regex "
+        "and json_schema, else 0",
         unit="processes", at_least=0)
     timeout: float = option(60.0,
-        "longest time for one response in a worker; a function for batches has up to max_timeouts "
-        "times as long",
+        "longest time for one response in a worker; a function for batches gets up to max_timeouts "
+        "times that",
         unit="seconds", above=0,
         rules=(OptionRule(lambda c: c.reward.workers != 0,
             "the reward function runs in worker processes (`reward.workers` is not 0)"),))
@@ -170,20 +171,20 @@ class Reward:
         "keep the reward model in the host's memory when it does not compute",
         rules=(HAS_REWARD_MODEL,))
     model_input: str = option("auto",
-        "what the reward model reads: chat (its chat template), pair (prompt and response), text "
+        "input of the reward model: chat (in its chat template), pair (prompt and response), text "
         "(both joined); auto: pair for an encoder, else the sampled tokens if vocabulary and "
         "template are the actor's, else chat or text",
         choices=("auto", "chat", "pair", "text"), fixed_on_resume=True, rules=(HAS_REWARD_MODEL,))
     max_length: int | None = option(None,
-        "maximum input length of the reward model, which cuts the start of longer prompts; unset: "
-        "the one in its config.json",
+        "maximum input length of the reward model; longer prompts lose their start; unset: the "
+        "one in its config.json",
         unit="tokens", at_least=16, rules=(HAS_REWARD_MODEL,))
     micro_batch_size_per_device: int | None = option(None,
         "packed rows of the reward model that a device processes at once; unset: as for the actor",
         unit="rows", at_least=1, rules=(HAS_REWARD_MODEL,))
     score_position: str = option("auto",
-        "the token at which a decoder's score is read: auto, the last one but its pad tokens, as "
-        "in transformers; last_token, the last one",
+        "token at which a decoder's score is read: auto, the last that is not its pad token, as "
+        "in transformers; last_token, the last",
         choices=("auto", "last_token"), fixed_on_resume=True, rules=(HAS_REWARD_MODEL,))
     process_rewards: bool = option(False,
         "reward.function may return `step_rewards`, a list of (end of the step in characters, "
@@ -242,8 +243,8 @@ class Score:
         rules=(
             HAS_RESPONSES,
             OptionRule(lambda c: not (c.learns_from_files and c.reward.model_path), "",
-                "the rewards are in the rows; unset config.reward.model_path, or this for the "
-                "reward model's")))
+                "the rows contain rewards; unset config.reward.model_path, or unset this to use "
+                "the reward model")))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,8 +302,7 @@ class MeshShape:
     model: int = option(1, "devices that split each matrix (tensor parallelism); -1 as for data",
         unit="devices", at_least=-1, not_zero=True, rules=(fills_alone("model"),))
     stage: int = option(1,
-        "stages of the layers (pipeline parallelism) outside decoding, in which they act like "
-        "data",
+        "stages of the layers (pipeline parallelism); in decoding they act like data",
         unit="devices", at_least=1)
     context: int = option(1,
         "devices that split the tokens of a packed row (context parallelism), for long responses; "
@@ -328,7 +328,7 @@ class Distributed:
             "", "expected at least 0, and less than "
             "config.distributed.num_processes={c.distributed.num_processes}, with "
             "config.distributed.coordinator_address set", at_default=True),))
-    heartbeat_seconds: int = option(30, "time after which a silent process is taken for dead",
+    heartbeat_seconds: int = option(30, "time after which a silent process is considered dead",
         unit="seconds", at_least=10)
     stall_seconds: int = option(1800,
         "time without progress after which a run prints its threads' stacks and ends; 0: no limit",
@@ -344,7 +344,7 @@ class Trainer:
     total_training_steps: int | None = option(None,
         "number of steps; unset: determined by total_epochs",
         unit="steps", at_least=1)
-    critic_warmup: int = option(0, "first steps, in which only the critic is trained",
+    critic_warmup: int = option(0, "number of first steps that train only the critic",
         unit="steps", at_least=0, read_by=POLICY, rules=(HAS_CRITIC, CRITIC_HAS_TRUNK))
     critic_only: bool = option(False,
         "train the critic alone, on the responses of an unchanged actor; jax_ppo.critic turns it "
@@ -377,8 +377,8 @@ class Trainer:
                 "and config.trainer.save_freq and test_freq of 0 or more"),
             EXPORTS))
     export_critic: bool = option(True,
-        "also write the critic (WORKDIR/critic), for critic.path and as transformers' classifier "
-        "of tokens; its adapters in PEFT's format",
+        "also write the critic to WORKDIR/critic, for critic.path and as a token classifier of "
+        "transformers; adapters in PEFT's format",
         read_by=PPO, rules=(EXPORTS, unread_unless(HAS_CRITIC)))
     export_dtype: str = option("float32",
         "type of the weights in the exported folder; adapters are always float32",
@@ -395,18 +395,18 @@ class Trainer:
     log_samples: int = option(2, "responses shown at each evaluation",
         unit="responses", at_least=0, read_by=SAMPLING)
     log_rollouts_freq: int = option(10,
-        "steps between those whose responses go to WORKDIR/rollouts and report.html, besides the "
-        "first; 0: never",
+        "write responses to WORKDIR/rollouts and report.html at the first step and then every so "
+        "many steps; 0: never",
         unit="steps", at_least=0, read_by=PPO)
     log_rollouts: int = option(32,
-        "responses written in such a step, of different prompts where possible",
+        "responses written at such a step, of different prompts where possible",
         unit="responses", at_least=0, read_by=PPO)
     compilation_cache: str = option("",
         "folder of compiled programs for later runs; `off`: none; empty: "
         "JAX_COMPILATION_CACHE_DIR, or jax_ppo/compiled in the user's cache folder",
         read_by=COMMANDS)
     logger: str = option("tensorboard",
-        "where curves go besides the CSV: tensorboard, wandb, mlflow (server: "
+        "where metrics go besides the CSV: tensorboard, wandb, mlflow (server: "
         "MLFLOW_TRACKING_URI), separated by commas; console is always on",
         is_list=True, parse=parse_loggers, read_by=REPORTS)
     project_name: str = option("jax_ppo", "project in wandb, experiment in mlflow", read_by=REPORTS)
@@ -502,7 +502,7 @@ class Config:
     def updates_once(self) -> bool:
         """Return whether a rollout is used for a single optimizer step.
 
-        If so, the policy that is trained is still the policy that was scored.
+        If so, the policy at its update is still the policy of the forward passes.
         """
         one_epoch = self.actor.ppo_epochs == 1
         return one_epoch and self.actor.ppo_mini_batch_size == self.data.train_batch_size
@@ -525,7 +525,7 @@ def all_options() -> tuple[Option, ...]:
 
 
 def replace_options(section: T, values: Mapping[str, Any]) -> T:
-    """Return all options, or a section, with other values by their dotted names, not validated."""
+    """Return a copy of all options or a section with new values by dotted names; not validated."""
     for name, value in values.items():
         first, _, rest = name.partition(".")
         if rest:

@@ -98,7 +98,7 @@ class Model:
         "else float32. Parameters are stored in optim.param_dtype",
         choices=("auto", "bfloat16", "float32"))
     gradient_checkpointing: bool = option(True,
-        "compute each layer's activations again in the backward pass, to save memory",
+        "recompute each layer's activations in the backward pass, to save memory",
         read_by=LEARNING)
     gradient_checkpointing_policy: str = option("full",
         "what a layer keeps for the backward pass besides its input: full, nothing; attention, "
@@ -107,8 +107,8 @@ class Model:
         rules=(option_is("model.gradient_checkpointing", True),))
     attention: str = option("auto",
         "attention for whole sequences: xla, everywhere; cudnn, NVIDIA GPUs in bfloat16; splash, "
-        "TPUs if packing.row_length is unset or a multiple of 128; auto: the platform's where it "
-        "can run",
+        "TPUs if packing.row_length is unset or a multiple of 128; auto: the platform's kernel "
+        "where it can run",
         choices=("auto", "xla", "cudnn", "splash"))
     lora: LoraOptions = section(LoraOptions, read_by=MODELS)
 
@@ -123,7 +123,7 @@ class Optim:
         unit="steps", at_least=0)
     lr_schedule: str = option("constant", "schedule after the warm-up, until the last step",
         choices=tuple(LEARNING_RATE_SCHEDULES))
-    min_lr_ratio: float = option(0.0, "share of lr that remains at the end of linear and cosine",
+    min_lr_ratio: float = option(0.0, "fraction of lr at the end of linear and cosine",
         at_least=0, at_most=1)
     beta1: float = option(0.9, "AdamW's beta1", at_least=0, below=1)
     beta2: float = option(0.999, "AdamW's beta2", at_least=0, below=1)
@@ -175,12 +175,12 @@ class Actor:
     optimizer_offload: bool = option(False,
         "keep the optimizer state in the host's memory between updates")
     param_offload: bool = option(False,
-        "keep the actor's parameters in the host's memory when no phase reads them; sampling "
-        "needs only the copy that decodes",
+        "keep the actor's parameters in the host's memory when no phase uses them; sampling "
+        "uses only its copy for decoding",
         read_by=MODELS)
     ppo_mini_batch_size: int = option(64,
-        "prompts per optimizer step, each with rollout.n samples (or rollout.keep), shuffled one "
-        "by one",
+        "prompts per optimizer step, each counted as rollout.n samples (or rollout.keep), which "
+        "are shuffled individually",
         unit="prompts", at_least=1, read_by=PPO)
     ppo_micro_batch_size_per_device: int | None = option(None,
         "packed rows that a device processes at once; unset: a sixteenth of all rows, more of "
@@ -215,7 +215,7 @@ class Actor:
         "log-ratios (kernels/kl.py)",
         choices=tuple(KL_ESTIMATORS), is_plugin=True, aliases=KL_ESTIMATORS.other_names())
     target_kl: float | None = option(None,
-        "no further mini-batch of a step once the approximate KL to the policy at its start "
+        "skip a step's remaining mini-batches once the approximate KL to the policy at its start "
         "exceeds 1.5 times this; unset: no limit",
         unit="nats per token", above=0,
         rules=(OptionRule(lambda c: not c.updates_once,
@@ -243,7 +243,7 @@ class Reference:
 
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-    """A policy whose distribution the actor learns on its own responses."""
+    """A policy that the actor learns to imitate, on responses that the actor has sampled."""
 
     path: str = option("",
         "folder or hub name of the teacher, any policy with the actor's vocabulary, or with "
@@ -334,7 +334,7 @@ class KLControl:
             "changes the coefficient of the KL in the reward; set "
             "config.algorithm.use_kl_in_reward=True"),))
     kl_coef: float = option(0.001,
-        "coefficient of the KL in the reward; of adaptive, the first one",
+        "coefficient of the KL in the reward; with adaptive, its initial value",
         at_least=0,
         rules=(OptionRule(lambda c: KL_CONTROLLERS[c.algorithm.kl_ctrl.type].adapts,
             "`algorithm.kl_ctrl.type` is adaptive", first_step_only=True),))
@@ -369,8 +369,8 @@ class FilterGroups:
         aliases={"acc": "accuracy", "seq_reward": "score", "seq_final_reward": "score"},
         rules=(FILTERS_GROUPS,))
     max_num_gen_batches: int = option(10,
-        "batches of train_batch_size prompts that a step samples at most; prompts with equal "
-        "rewards fill what is left",
+        "most batches of train_batch_size prompts that a step samples; prompts with equal rewards "
+        "then fill the rest",
         unit="batches", at_least=1, rules=(FILTERS_GROUPS,))
 
 
@@ -400,7 +400,7 @@ class Algorithm:
         "a response that was cut off ends with the critic's value, not with 0",
         rules=(HAS_CRITIC, VALUES_TOKENS, option_is("algorithm.mask_truncated", False)))
     mask_truncated: bool = option(False,
-        "leave responses that were cut off out of the losses, but not out of baselines, whitened "
+        "exclude responses that were cut off from the losses, but not from baselines, whitened "
         "rewards and running moments")
     norm_adv_by_std_in_grpo: bool = option(True,
         "grpo divides by the standard deviation of a prompt's rewards; off: Dr. GRPO",

@@ -161,7 +161,7 @@ def test_every_option_has_a_meaning():
             },
             r"rollout\.vllm\.arguments=.*No closing quotation",
         ),
-        ({"rollout__url": "http://a:1"}, r"rollout\.url=.*engine='built-in' is no server"),
+        ({"rollout__url": "http://a:1"}, r"rollout\.url=.*engine='built-in' is not a server"),
         (
             {"rollout__engine": "openai", "rollout__url": "a:1"},
             r"rollout\.url='a:1': expected http://HOST:PORT",
@@ -240,7 +240,7 @@ def test_every_option_has_a_meaning():
         ),
         (
             {"rollout__multi_turn__environment": "a:B", "rollout__multi_turn__url_retries": 3},
-            r"url_retries=3: config\.rollout\.multi_turn\.environment='a:B' is no server",
+            r"url_retries=3: config\.rollout\.multi_turn\.environment='a:B' is not a server",
         ),
         (
             {"rollout__multi_turn__environment": "http://me:secret@host"},
