@@ -48,8 +48,8 @@ def read_check_arguments(arguments: list[str]) -> tuple[Config, str]:
     """Return the selected options, and what the data are for; raise `UserError` for wrong ones."""
     program, *given_arguments = arguments
     files = ",".join(word for word in given_arguments if word and not word.startswith("-"))
-    own = ("--json", "--for=")
-    options = [word for word in given_arguments if word[:1] == "-" and not word.startswith(own)]
+    flags = ("--json", "--for=")
+    options = [word for word in given_arguments if word[:1] == "-" and not word.startswith(flags)]
     known = ("--config", "--noconfig.", "--workdir")
     if unknown := [word for word in options if not word.startswith(known)]:
         hint = did_you_mean(unknown[0], ("--json", "--for", "--config"))
@@ -66,7 +66,7 @@ def read_check_arguments(arguments: list[str]) -> tuple[Config, str]:
         return command_line.read_command_line(words, command)[0], command
     if not files:
         raise UserError("check: name the files to check, or a configuration with --config=FILE")
-    # What else a run would need does not matter to the data.
+    # The data can be checked without a run's other requirements.
     given = (word.removeprefix("--config.").partition("=") for word in options)
     values = {name: loading.parse_option(name, value) for name, _, value in given}
     return replace_options(Config(), values), command

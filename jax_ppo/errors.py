@@ -65,10 +65,10 @@ def exit_on_user_error() -> Iterator[None]:
 
 
 def print_any_text() -> None:
-    """Let nothing that this process prints end it.
+    """Keep output errors from ending the process.
 
-    Print "?" for a character that the encoding of the output lacks, as under LC_ALL=C; print no
-    more if its reader has gone (`| head`), and drop what a full disk has no room for, with a line
+    Print "?" for characters that the output's encoding lacks, as under LC_ALL=C; stop printing to
+    an output whose reader has gone (`| head`); drop what does not fit on a full disk, with a line
     on the standard error.
     """
     for stream in (sys.stdout, sys.stderr):

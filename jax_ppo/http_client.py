@@ -101,8 +101,8 @@ class HTTPClient:
 
         `route` is appended to the path of the address. Unless `is_repeatable`, which allows the
         server to have acted on a request that is repeated, only refusals are followed by another
-        attempt. `read` returns what is needed of a reply, which is JSON's value, or the text of
-        plain text that is not JSON; a `ValueError` that it raises is a fault.
+        attempt. `read` extracts the result from a reply: a JSON value, or plain text that
+        is not JSON; a `ValueError` that it raises is a fault.
 
         Raises:
           RequestFault: no attempt succeeded.

@@ -113,7 +113,7 @@ class Sequences:
     action_mask: Bool[Array, "B T"]  # as in `Rollout`; column t is the response's token t
     # As in `Rollout`; column i is the token at position i.
     routed_experts: UInt[Array, "B S layers k"] | None = None
-    # As in `Rollout`; `None` if a turn is what no other token interrupts.
+    # As in `Rollout`; `None` if consecutive action tokens form a turn.
     turn_starts: Bool[Array, "B T"] | None = None
 
 
@@ -168,7 +168,7 @@ class Experience:
     ref_logprobs: Float32[Array, "B T"] | None
     # The critic's output for the state before each token; `None` without a critic.
     values: Float32[Array, "B T"] | None
-    # What each token earned, shaped, with the penalties that are part of the reward.
+    # The reward of each token, after shaping and with the penalties that are part of it.
     rewards: Float32[Array, "B T"]
     advantages: Float32[Array, "B T"]  # whitened if configured
     # Raw advantages + values, the critic's targets, normalized if its values are.

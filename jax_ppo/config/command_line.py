@@ -29,7 +29,7 @@ shipped one:
 FOLDER defaults to output/EXPERIMENT_NAME{suffix}
 The options:
 """
-# What follows the name of an experiment in the names of folders: the run's own stays unchanged.
+# Endings of the names of work directories, so that other commands leave the run's unchanged.
 _SUFFIXES = {"critic": "-critic", "evaluate": "-evaluation", "score": "-scores"}
 
 
@@ -96,7 +96,7 @@ def write_config(options: dict[str, Any], folder: Path) -> None:
 
 
 def print_set_options(options: dict[str, Any], workdir: str, computation: str) -> None:
-    """Print the work directory, the computation in words, and which of all options were set."""
+    """Print the work directory, the computation, and which of all options were set."""
     print(f"work directory: {workdir} (all options: config.json); {computation}")
     # Most options are rarely set: showing all would hide those that make this run.
     settings: dict[str, list[str]] = {}

@@ -101,11 +101,11 @@ def _sections() -> Iterator[str]:
             doc = option.facts.doc
             first = explained.setdefault((option.name.rpartition(".")[2], doc), option.name)
             meaning = f"{doc[0].upper()}{doc[1:]}" if first == option.name else f"As `{first}`"
-            own = [fact for fact in all_facts if fact not in shared]
+            specific = [fact for fact in all_facts if fact not in shared]
             if option.read_by != most_common:
-                own.append(_read_by(option.read_by))
+                specific.append(_read_by(option.read_by))
             cells = [f"`{option.name}`", _default(option), _values(option)]
-            cells.append(" ".join([f"{meaning}.", *own]))
+            cells.append(" ".join([f"{meaning}.", *specific]))
             yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 

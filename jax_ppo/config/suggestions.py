@@ -120,7 +120,7 @@ def find_answer(options: AnswersByName, name: str) -> str | None:
 
 
 def explain_peer_option(name: str) -> str | None:
-    """Return the counterparts of another framework's option in words; `None` if none has it.
+    """Return the counterparts of another framework's option, as text; `None` if none has it.
 
     The name has no `config.`; its hyphens count as underscores.
     """

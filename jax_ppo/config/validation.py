@@ -47,7 +47,7 @@ def validate_config(config: Config, command: str) -> None:
 
 
 def _require_address(option: str, url: str, key_variable: str, has_path: bool = False) -> None:
-    """Raise `UserError` for what is no address of a server, or one with a secret in it.
+    """Raise `UserError` unless `url` is the address of a server, without secrets in it.
 
     An address with a path may have a query, which no message repeats.
     """

@@ -214,7 +214,7 @@ def _read_csv_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                         f"{location}: expected {len(names)} values, one for each column of the "
                         f"first line, {shorten(', '.join(names))!r}"
                     )
-                # What has no value elsewhere is an empty text here.
+                # In CSV a missing value is an empty text.
                 yield location, {n: value or None for n, value in zip(names, values, strict=True)}
     except UnicodeDecodeError as error:
         raise UserError(f"{path}, after line {end}: {_describe_decoding(error)}") from error

@@ -145,7 +145,7 @@ def _join_parts(parts: list[Any], location: str, name: str) -> str:
         is_text = isinstance(part, dict) and isinstance(part.get("text"), str)
         if not is_text or part.get("type") not in _TEXT_PARTS:
             raise UserError(
-                f"{location}: a message of {name} has a part that is no text, "
+                f"{location}: a message of {name} has a part that is not text, "
                 f"{quote_cell(part)}; images, audio and video are not supported"
             )
     return "".join(part["text"] for part in parts)

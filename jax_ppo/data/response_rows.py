@@ -197,7 +197,7 @@ class ResponseReader:
         action_mask = np.ones(length, bool) if mask is None else mask != 0
         if not action_mask.any():
             raise UserError("action_mask has no token that the policy chose")
-        # Where nothing says so, a turn is what no other token interrupts.
+        # By default, consecutive action tokens form a turn.
         turn_starts = action_mask & ~np.append(False, action_mask[:-1])
         if starts is not None:
             turn_starts |= action_mask & (starts != 0)

@@ -16,7 +16,7 @@ from jax_ppo.registries import ADVANTAGE_ESTIMATORS
 from jax_ppo.runtime import meshes
 from jax_ppo.training.roles import RunRole, resolve_roles
 
-# What suggestions propose: adapters of this rank, and an estimator that needs nothing.
+# Suggestions propose adapters of this rank, and an estimator without requirements.
 _LORA_RANK = 16
 _WITHOUT_CRITIC = ADVANTAGE_ESTIMATORS.names(lambda entry: not any(entry.needs))[0]
 _MODEL_PARALLELISM = (2, 4, 8)

@@ -1,6 +1,6 @@
 """Layers with a recurrent state in place of attention: Gated DeltaNets and short convolutions.
 
-What such a layer remembers of a sequence is a `cache.RecurrentState`.
+The memory of such a layer for a sequence is a `cache.RecurrentState`.
 
 In a Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464), queries, keys and values are projections
 that a short convolution and a SiLU have passed over; the gated delta rule (kernels/delta_rule.py)

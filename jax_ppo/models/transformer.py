@@ -112,7 +112,7 @@ class TransformerOutput(NamedTuple):
     """Result of the decoder."""
 
     hidden: jax.Array  # after the last norm, [B, T, D] in the type of the computation
-    # What each layer with a memory remembers (cache.py) in the unrolled form, `None` otherwise.
+    # The memories of the layers that have one (cache.py), in the unrolled form, `None` otherwise.
     cache: tuple[LayerCache, ...] | None
     # By name, for the L layers with experts: with `router_loss`, "router_loss" [L, B, T]
     # (experts.balance_losses); with `returns_routed_experts`, "routed_experts" [L, B, T, k].

@@ -47,7 +47,7 @@ class StepProgram:
     epochs: Callable[[StepOptions], int] = lambda options: 1
 
 
-# All programs of a step, in their order. What plans or counts programs reads this table.
+# All programs of a step, in their order, for plans and counts.
 PROGRAMS: tuple[StepProgram, ...] = (
     StepProgram(
         name="prepare_weights",

@@ -63,11 +63,11 @@ class ExperienceOptions:
 
 @pytree
 class EarnedRewards:
-    """What the responses of a rollout earned."""
+    """The rewards of a rollout's responses."""
 
     scores: Float32[Array, " B"]  # at their ends
     steps: Tokens | None = None  # within them
-    # What the advantage estimator asks for, by name.
+    # Further inputs of the advantage estimator, by name.
     figures: Mapping[str, Float32[Array, " B"]] = dataclasses.field(default_factory=dict)
 
 

@@ -239,7 +239,7 @@ class Journal:
             self._bar.print_line(f"warning: {text}")
 
     def _report_closed_outputs(self) -> None:
-        """Tell the report what no console can show: that nobody reads an output any more."""
+        """Warn in the report that an output has lost its reader; no console can show that."""
         while closed_outputs:
             self.warn(
                 f"the reader of {closed_outputs.pop()} has gone (`| head`?): the run continues; "

@@ -82,7 +82,7 @@ def read_metrics_csv(path: Path) -> list[dict[str, str]]:
 
 
 def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield the number of the line and the values of each row; blank lines are no rows."""
+    """Yield the number of the line and the values of each row, without blank lines."""
     # A damaged byte is replaced: `_validate_rows` names its line.
     complete_lines, _, _ = path.read_text(encoding="utf-8", errors="replace").rpartition("\n")
     reader = csv.DictReader(complete_lines.split("\n"))

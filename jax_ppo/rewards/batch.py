@@ -156,7 +156,7 @@ def _score_samples(
 def _report_unread_values(results: Sequence[RewardResult]) -> None:
     """Log what a user-defined function returned and is not read, or did not return."""
     for name in sorted({name for result in results for name in result.ignored}):
-        _warn_once(f"returned {name!r}, which is no number: it is not reported")
+        _warn_once(f"returned {name!r}, which is not a number: it is not reported")
     if missing := sum(result.is_missing for result in results):
         which = "all" if missing == len(results) else "some"
         _warn_once(f"returned None for {which} responses of a batch: they score 0")

@@ -111,7 +111,7 @@ def read_reward_output(value: Any, response: str, source: str) -> RewardResult:
     """Return what `source`, a function or a server, returned for a response.
 
     Raises:
-      UserError: it is no result, or no valid one: see `parse_reward_output`, `validate_result`.
+      UserError: it is not a valid result: see `parse_reward_output`, `validate_result`.
     """
     try:
         return validate_result(parse_reward_output(value), response)
@@ -243,7 +243,7 @@ def validate_columns(function: BatchFunction, examples: Sequence["Example"], set
         if name not in known:
             given = sorted(known.union(TRL_ARGUMENTS, ROW_COLUMNS))
             raise UserError(
-                f"{setting}: its argument {name!r} is no column of the data; expected "
+                f"{setting}: its argument {name!r} is not a column of the data; expected "
                 f"{', '.join(given)}, or a default.{did_you_mean(name, given)}"
             )
 

@@ -25,7 +25,7 @@ KEY_VARIABLE = "JAX_PPO_REWARD_KEY"
 PLACEHOLDERS = ("{prompt}", "{response}", "{ground_truth}")
 
 _CACHE_SIZE = 10_000  # replies per worker process
-# The hyphen of "1-5" or "GPT-4" is no minus. With an exponent, or commas between thousands:
+# The hyphen of "1-5" or "GPT-4" is not a minus. With an exponent, or commas between thousands:
 # otherwise -3 would be read in 1e-3.
 _NUMBER = re.compile(
     r"((?:(?<!\w)[-\u2212])?"
@@ -34,7 +34,7 @@ _NUMBER = re.compile(
     # The end of the scale is not the score.
     r"(?:\W{0,4}(?:/|\bout\s+of\b)\W{0,4}\d+(?:\.\d+)?)?"
 )
-# The JSON object in which models state the score; its other numbers are no scores.
+# The JSON object in which models state the score; its other numbers are not scores.
 _SCORE_OBJECT = re.compile(r'\{[^{}]*"score"\s*:[^{}]*\}')
 # A reply that is one block of code, as models write JSON.
 _CODE_BLOCK = re.compile(r"\s*```\w*\n(.*)```\s*", re.DOTALL)

@@ -146,7 +146,7 @@ def _box_obstacle(ground_truth: Any) -> str:
         if math_rules.last_boxed(f"\\boxed{{{answer}}}") != answer.strip():
             return "has braces that do not match"
         if answer.lower() in _NO_ANSWERS or len(_WORD.findall(answer)) > 11:  # prose
-            return "is no answer that a box can hold"
+            return "cannot be the answer in a box"
     return ""
 
 

@@ -79,7 +79,7 @@ ProgressReporter = Callable[[int], object]  # takes the number of samples that h
 def grade_answer(
     answer: str | None, correct: bool = False, score: float | None = None
 ) -> RewardResult:
-    """Return the result for an answer; `None` is no answer. The score is 1 or 0 unless given.
+    """Return the result for an answer; `None`: no answer was found. By default the score is 1 or 0.
 
     `extra` holds `answered`, 1 if there is an answer and 0 otherwise.
     """

@@ -138,7 +138,7 @@ def _describe(
 
 
 def _describe_rule(examples: Sequence[Example], options: Reward, not_run: str) -> dict[str, Any]:
-    """Return what the rule made of the data's own responses and of perfect answers."""
+    """Return the rule's results on the responses in the data and on perfect answers."""
     trial = rule_trial.Trial(not_run=not_run)
     perfect: dict[str, Any] = {"tried": 0, "right": 0, "impossible": []}
     warnings = []
@@ -233,9 +233,9 @@ def _find_row_problems(data: Data, training: Sequence[Example], part: dict[str, 
 
 def _format_part(part: dict[str, Any]) -> list[str]:
     rule, perfect = part["rule"], part["rule"]["perfect"]
-    own = f"{rule['tried']} tried, {rule['wrong']} wrong, {rule['failed']} not scored"
+    tried = f"{rule['tried']} tried, {rule['wrong']} wrong, {rule['failed']} not scored"
     if rule["not_run"]:
-        own = f"not run: {rule['not_run']}"
+        tried = f"not run: {rule['not_run']}"
     answers = "not run"
     if perfect["tried"]:
         answers = f"{perfect['tried']} tried, {perfect['right']} right"
@@ -245,7 +245,7 @@ def _format_part(part: dict[str, Any]) -> list[str]:
         f"  rows {part['rows']}, of which {part['duplicates']} repeat another's prompt",
         f"  chats {part['chats']}, with a ground truth {part['with_ground_truth']}, with a "
         f"response {part['with_response']}, preferences {part['preferences']}",
-        f"  own responses by their rule: {own}",
+        f"  own responses by their rule: {tried}",
         f"  perfect answers by their rule: {answers}",
         f"  data sources: {_format_counts(part['data_sources'])}",
         f"  columns besides the prompt: {_format_counts(part['columns'])}",

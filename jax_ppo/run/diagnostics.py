@@ -1,7 +1,7 @@
 """The problems that the metrics of a run's last steps show, with remedies.
 
 A diagnostic is one function: it yields a message if the steps that it looks at have its problem. A
-metric that one of these steps lacks, or that is NaN, is no figure: nothing is concluded from it.
+metric that one of these steps lacks, or that is NaN, is ignored.
 """
 
 import collections

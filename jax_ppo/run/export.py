@@ -1,4 +1,4 @@
-"""What the end of a PPO run exports: the trained roles, as Hugging Face folders and adapters.
+"""Export the trained roles of a PPO run at its end, as Hugging Face folders and adapters.
 
 `training.roles.Export` says for each role to which folder, and for which option.
 """

@@ -75,7 +75,7 @@ def _platforms() -> str:
 
 
 def _own_address() -> str | None:
-    """Return the address of the interface to the coordinator, or `None` if there is no such."""
+    """Return the address of the interface to the coordinator, or `None` if there is none."""
     host, _, port = (compat.distributed_state().coordinator_address or "").rpartition(":")
     with contextlib.suppress(OSError, ValueError):
         options = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)

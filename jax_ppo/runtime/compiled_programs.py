@@ -27,7 +27,7 @@ CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 # Compiles the lowered program of this name for its arguments, and returns its results' shapes.
 Compile = Callable[[str, jax.stages.Lowered, tuple[Any, ...]], Any]
-# What compiles, and the shapes of the results so far.
+# The compiling function and the shapes of results so far, inside `run_on_shapes`.
 _shape_run: ContextVar[tuple[Compile, dict[Hashable, Any]] | None] = ContextVar(
     "shape_run", default=None
 )

@@ -1,7 +1,7 @@
 """How a run ends when one of its processes fails or is lost, or when nothing moves.
 
 JAX's coordination service notices a process that is killed, or whose machine no longer answers,
-within `distributed.heartbeat_seconds`, and JAX then aborts the others. What it leaves to us:
+within `distributed.heartbeat_seconds`, and JAX then aborts the others. Our part:
 
 - A process that fails stores the reason with the service, where a thread of every other process
   waits for it: all end at once, with the same exit code, and launchers treat them alike.

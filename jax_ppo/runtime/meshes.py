@@ -145,8 +145,8 @@ def make_rollout_mesh(mesh: Mesh, shape: RolloutMesh) -> Mesh:
     """
     devices, number = mesh.devices, f"the number of devices, {mesh.size}"
     if shape.devices:
-        own = set(devices.flat)
-        left = [x for x in devices.flat[0].client.devices() if x not in own]
+        used = set(devices.flat)
+        left = [x for x in devices.flat[0].client.devices() if x not in used]
         devices = np.array(by_process(left)[: shape.devices])
         number = f"config.rollout.mesh.devices={shape.devices}"
     elif shape.model is None:

@@ -168,7 +168,7 @@ def constrain_rows(x: jax.Array) -> jax.Array:
     """Keep the rows of `x` split, inside a compiled function with a mesh."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
-    # What is split over `model` stays split.
+    # Axes that are split over `model` stay split.
     return jax.lax.with_sharding_constraint(x, P(ROWS, *[P.UNCONSTRAINED] * (x.ndim - 1)))
 
 

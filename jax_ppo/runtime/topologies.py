@@ -49,8 +49,8 @@ DEVICE_TYPES = {
     "cpu": DeviceType("cpu", None),
 }
 
-# What CUDA's compiler reads of a device. The two types differ in the size and the bandwidth of
-# their memory.
+# The facts of a device that CUDA's compiler uses. The two types differ in the size and the
+# bandwidth of their memory.
 GPU_TARGET = """
 gpu_device_info {{
   threads_per_block_limit: 1024

@@ -205,7 +205,7 @@ def _locked(workdir: Path, report: _Report) -> Iterator[None]:
 
 
 def _describe_process() -> str:
-    """Return this process in words, for the folder that it uses from now on."""
+    """Return a line about this process, to be written to the folder that it uses from now on."""
     return f"process {os.getpid()} on {socket.gethostname()}, started {_format_time(time.time())}"
 
 

@@ -114,7 +114,7 @@ def continue_responses(
         responses=state.responses,
         lengths=state.lengths,
         logprobs=state.logprobs,
-        # What had reached T tokens counts as finished in the loop.
+        # The loop counts samples as finished that had already reached T tokens.
         truncated=jnp.where(ended_N, rollout.truncated, ~state.finished),
         action_mask=is_drawn_NxT,
         slot_steps=state.slot_steps[None],

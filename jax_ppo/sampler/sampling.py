@@ -148,7 +148,7 @@ def sample_tokens(
         tokens_B = _likeliest_tokens(allowed_BxV, shards)
         return Draws(tokens_B, _token_logprobs(logits_BxV, tokens_B, Filters(), shards))
     tokens_B, normalizer = _draw_filtered(allowed_BxV, uniforms_Bx2, filters, shards)
-    # What is recorded is the policy's log-prob, whatever may not be drawn.
+    # The recorded log-prob is the policy's, including tokens that must not be drawn.
     known = normalizer if forbidden_BxV is None else None
     return Draws(tokens_B, _token_logprobs(logits_BxV, tokens_B, filters, shards, known))
 

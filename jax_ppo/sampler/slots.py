@@ -249,7 +249,7 @@ def fill_slots(job: DecodeJob, state: DecodeState) -> DecodeState:
     n = job.options.n
     slots = state.slots
     B = len(slots.sample)
-    # Pair up to g = `job.refill` idle slots with the next samples of the queue; B is no slot.
+    # Pair up to g = `job.refill` idle slots with the next samples of the queue; B means none.
     slot_g = jnp.nonzero(~busy_slots(job, state), size=job.refill, fill_value=B)[0]
     sample_g = state.entered + jnp.arange(job.refill)
     enters_g = (slot_g < B) & (sample_g < jnp.minimum(state.prefilled * n, job.count))

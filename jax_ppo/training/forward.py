@@ -26,7 +26,7 @@ UNEMBEDDING = vocabulary_chunks.UnembeddingLayout(gather_columns, scatter_group_
 
 
 class DecoderOutput(NamedTuple):
-    """What a decoder returns for some rows, with what its heads read besides."""
+    """A decoder's hidden states for some rows, with the model and parameters of its heads."""
 
     model: Transformer
     params: Params

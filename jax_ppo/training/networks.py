@@ -143,7 +143,7 @@ class NetworkReader:
             f"{field.name} {getattr(reference, field.name)} instead of "
             f"{getattr(expected, field.name)}"
             for field in dataclasses.fields(expected)
-            # What ends a response does not matter to log-probs.
+            # Log-probs do not depend on which tokens end a response.
             if field.name != "eos_ids"
             and getattr(reference, field.name) != getattr(expected, field.name)
         ]

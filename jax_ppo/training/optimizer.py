@@ -1,7 +1,7 @@
 """AdamW, learning rate schedules, and the optimizer step that skips non-finite gradients.
 
-What is stored in bfloat16, the upper half of float32, is rounded stochastically, which keeps small
-changes of stored values on average.
+Values stored in bfloat16, the upper half of float32, are rounded stochastically, so that small
+changes count on average.
 """
 
 from typing import Any, TypeVar

@@ -20,7 +20,7 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.training.networks import Folders, NetworkReader, Networks, critic_head
 from jax_ppo.training.random_streams import Stream
 
-# What the actor starts from without a `model.path`: benchmarks/demonstration_model.py has made it.
+# The actor's checkpoint without a `model.path`, made by benchmarks/demonstration_model.py.
 SMALL_MODEL = Path(__file__).parents[1] / "demonstration" / "model"
 _DIGESTED_BYTES = 1 << 16
 
@@ -83,7 +83,7 @@ class ModelRole:
 
 # fmt: off
 # Without the formatter, as in config/schema.py: a role is read as a paragraph.
-# All roles, in the order in which they are created. What lists roles reads this table.
+# All roles, in the order in which they are created; the only list of them.
 ROLES: tuple[ModelRole, ...] = (
     ModelRole(name="actor", title="actor", path_option="model.path",
         is_used=lambda config: True, head="lm", shared_head="both",

@@ -61,7 +61,7 @@ class TrainState:
     def on_device(self) -> "TrainState":
         """Return the state with its parameters in the devices' memory, inside a compiled function.
 
-        Of what is in the host's memory, a program copies only what it reads.
+        A program copies only those arrays from the host's memory that it uses.
         """
         return dataclasses.replace(self, models=placement.to_device(self.models))
 

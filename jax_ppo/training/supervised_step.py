@@ -121,7 +121,7 @@ PREFERENCE = SupervisedObjective(
 
 @dataclasses.dataclass(frozen=True)
 class SupervisedStep:
-    """What all steps of a run share; a static argument of compiled functions."""
+    """The constants of a run's steps; a static argument of compiled functions."""
 
     objective: SupervisedObjective
     options: Supervised

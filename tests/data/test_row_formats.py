@@ -372,7 +372,7 @@ def test_sharegpts_messages_and_parts_of_text_are_read():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert parse_row({"prompt": [user(parts)]}, "here").prompt == (user("ab"),)
     for kind in ("image", "reasoning"):
-        with pytest.raises(UserError, match="a part that is no text"):
+        with pytest.raises(UserError, match="a part that is not text"):
             parse_row({"prompt": [user([*parts, {"type": kind, "text": "c"}])]}, "here")
 
 

@@ -281,9 +281,9 @@ def test_a_function_that_needs_a_column_that_no_row_has_is_refused_before_models
     config = dataclasses.replace(
         Config(), data=Data(train_files=path), reward=Reward(function=f"{tmp_path}/mine.py:f")
     )
-    with pytest.raises(UserError, match="its argument 'trainer_state' is no column of the data"):
+    with pytest.raises(UserError, match="its argument 'trainer_state' is not a column of the data"):
         build.build_run(config, tmp_path, tiny.make_mesh(), print)
-    with pytest.raises(UserError, match="its argument 'trainer_state' is no column of the data"):
+    with pytest.raises(UserError, match="its argument 'trainer_state' is not a column of the data"):
         data_check.check_data(config)
 
 

@@ -16,7 +16,7 @@ from jax_ppo.models.hf.family import EncoderFamily, Family, Multimodal
 # Without the formatter, as in config/schema.py: an entry is read as a paragraph of its class, what
 # its config.json says and leaves out, its layers, its positions and the names of its tensors.
 
-# What several families share.
+# Facts that several families share.
 GELU_TANH = "gelu_pytorch_tanh"
 _ATTENTION_BIAS = {"attention_bias": ("qkv_bias", "output_bias")}
 _BIASES = _ATTENTION_BIAS | {"mlp_bias": ("mlp_bias",)}
@@ -301,7 +301,7 @@ FAMILIES = {
             for prefix in ("embed_in.", "layers.", "final_layer_norm.")}),
 }
 
-# What the text_config of the first Llava models leaves out.
+# Fields that the text_config of the first Llava models lacks.
 _LLAVA = Multimodal(defaults={"llama": {"hidden_size": 4096, "intermediate_size": 11_008,
     "num_hidden_layers": 32, "num_attention_heads": 32}})
 _QWEN_2_VL_TEXT = ("qwen2_vl_text", "qwen2_vl", "qwen2_5_vl_text", "qwen2_5_vl")

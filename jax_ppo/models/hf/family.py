@@ -1,4 +1,4 @@
-"""What an entry of the table of model families says."""
+"""The contents of an entry of the table of model families."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Set

@@ -69,7 +69,7 @@ class TensorMapping:
             return self._transpose(read(tuple(hf_index)))
         axis = self.output_axis
         outputs = self.fused.outputs()[index[-1]]
-        # What lies between the first and the last is read, too.
+        # Outputs between the first and the last are read, too.
         first, last = int(outputs.min()), int(outputs.max())
         hf_index[axis] = slice(first, last + 1)
         values = read(tuple(hf_index))

@@ -1,4 +1,4 @@
-"""What engines outside of JAX share: weights as files, samples as lists, and a check of both."""
+"""Base of engines outside of JAX: weights as files, samples as lists, and a check of both."""
 
 import dataclasses
 import functools

@@ -135,7 +135,7 @@ class RolloutServer:
                 listener.bind(("127.0.0.1", 0))  # a port that nothing listens on
                 self.port = listener.getsockname()[1]
             url = f"http://127.0.0.1:{self.port}"
-        # A proxy is for servers outside. What is missing is requested again by the engine.
+        # Proxies are for outside servers. The engine itself re-requests missing responses.
         self.client = HTTPClient(url.rstrip("/"), KEY_VARIABLE, options.url_timeout, by_proxy=False)
         self._process: ServerProcess | None = None
         self.protocol, self.is_connected = ServerProtocol(), False
@@ -184,7 +184,7 @@ class RolloutServer:
                     break
                 except RequestFault as fault:
                     problem = str(fault)
-                    # What is in front of a server that still starts may not find it.
+                    # A proxy in front of a server that is still starting may answer 404.
                     if fault.is_final and fault.status != HTTPStatus.NOT_FOUND:
                         raise UserError(f"{self.setting}: {problem}") from None
                 except (LookupError, TypeError):

@@ -94,7 +94,7 @@ class ServerEngine(ExternalEngine):
     def sample(
         self, prompts: Sequence[list[int]], keys: jax.Array, options: SamplingOptions
     ) -> list[Response]:
-        """Request one response per prompt; after a fault, again those that are missing.
+        """Request one response per prompt; re-request missing ones after a fault.
 
         Raises:
           UserError: a request was refused, or several rounds brought no new response.
@@ -238,7 +238,7 @@ class ServerEngine(ExternalEngine):
         loaded.names = (name,)
 
     def _revive(self) -> None:
-        """End our own server, which did not answer; wait for a server that is not ours."""
+        """End a server that this run started, which did not answer; wait for any other server."""
         self._loaded.has_base = False
         self._server.revive()
 
@@ -278,7 +278,7 @@ class ServerEngine(ExternalEngine):
 
 
 def read_response(reply: Reply, options: SamplingOptions, vocab_size: int) -> Response:
-    """Return the response, cut after what ends it; raise `RequestFault` for what is none."""
+    """Return the response, cut after its end; raise `RequestFault` if the reply is malformed."""
     tokens, logprobs = reply.tokens, reply.logprobs
     if not isinstance(tokens, list) or not isinstance(logprobs, list):
         raise RequestFault("a response has no list of token ids or none of log-probs")
