@@ -167,10 +167,7 @@ def _search_for(policy: Policy, stop: Sequence[str]) -> TextSearch | None:
 
 
 def _policy_folder(path: str) -> Path:
-    """Return the folder of a Hugging Face checkpoint, downloaded if necessary.
-
-    A run's is WORKDIR/actor.
-    """
+    """Return the folder of a checkpoint, downloaded if necessary; a run's is WORKDIR/actor."""
     option = "load_policy: path"
     if remote.is_address(path):
         remote.validate_address(path, option)

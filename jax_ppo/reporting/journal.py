@@ -207,10 +207,7 @@ class Journal:
             )
 
     def _seconds_left(self, step: int) -> float:
-        """Return the expected time of the remaining steps, without evaluations and checkpoints.
-
-        Each is assumed to take the median time of the last steps, without compilation.
-        """
+        """Return the seconds left if each step takes the median, without compilation."""
         return statistics.median(self._last_seconds) * (self._total_steps - step)
 
     def report_model(self, path: Path, option: str) -> None:

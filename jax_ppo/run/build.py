@@ -227,10 +227,7 @@ def _build_engine(
 
 
 def _resolve_rule(options: Reward, examples: list[Example]) -> RunRule:
-    """Return the reward function or the worker processes that apply it.
-
-    Returns `None` if all of the reward is a reward model's.
-    """
+    """Return the reward function or its worker processes; `None` if a model's score is all."""
     # Without a user-defined function or terms, a reward model replaces the built-in rule.
     if not reward_functions.has_rules(options):
         return None

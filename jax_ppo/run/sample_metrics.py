@@ -43,7 +43,13 @@ def measure_sampling(
     if rollout.turn_rewards is not None:
         metrics |= _measure_turns(rollout, rollout.turn_rewards)
     if rollout.versions is not None:
-        metrics |= _measure_staleness(rollout.action_mask, step - rollout.versions)
+        # In steps, of the tokens that the policy chose.
+        ages_BxT = jnp.where(rollout.action_mask, step - rollout.versions, 0)
+        metrics |= {
+            "rollout/staleness": ages_BxT.sum() / rollout.action_mask.sum(),
+            "rollout/staleness_max": ages_BxT.max(),
+            "rollout/continued_share": (ages_BxT > 0).any(1).mean(dtype=jnp.float32),
+        }
     if responses_per_prompt > 1:
         if steps_BxT is not None:
             rewards_B = rewards_B + steps_BxT.sum(1)
@@ -61,16 +67,6 @@ def _measure_turns(rollout: Rollout, turn_rewards_BxT: jax.Array) -> dict[str, j
         "rollout/turns": starts_BxT.sum(1).mean(),
         "rollout/observed_share": 1 - actions_BxT.sum() / rollout.lengths.sum(),
         "reward/turns": turn_rewards_BxT.sum(1).mean(),
-    }
-
-
-def _measure_staleness(actions_BxT: jax.Array, ages_BxT: jax.Array) -> dict[str, jax.Array]:
-    """Return the metrics of the ages of tokens, in steps."""
-    ages_BxT = jnp.where(actions_BxT, ages_BxT, 0)
-    return {
-        "rollout/staleness": ages_BxT.sum() / actions_BxT.sum(),
-        "rollout/staleness_max": ages_BxT.max(),
-        "rollout/continued_share": (ages_BxT > 0).any(1).mean(dtype=jnp.float32),
     }
 
 
