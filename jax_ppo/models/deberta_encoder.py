@@ -70,7 +70,7 @@ def relative_buckets(distance: np.ndarray, a: DebertaArchitecture) -> np.ndarray
     """Return the rows of these distances in the table of relative positions, int32.
 
     With log_buckets, each distance up to S / 2 has a separate row. Beyond, rows cover ranges that
-    grow geometrically up to max_relative_distance; the last row holds everything farther.
+    grow geometrically up to max_relative_distance, and the last one everything farther.
     """
     span = a.relative_span
     bucket = distance

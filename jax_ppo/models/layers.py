@@ -99,13 +99,10 @@ def layer_norm(
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalization over the last axis.
-
-    With `epsilon=None` the epsilon is the model's.
-    """
+    """Root-mean-square normalization over the last axis."""
 
     architecture: Architecture
-    epsilon: float | None = None
+    epsilon: float | None = None  # `None`: the model's
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -252,11 +249,7 @@ class Attention(DecoderModule):
     def _queries(
         self, x_BxTxD: jax.Array, num_kv_heads: int, width: int
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Return queries [B, T, H, d] and gates like them.
-
-        If the mesh cannot split the query heads, there are more of them, of zeros; not of gates,
-        which are `None` if the architecture has none.
-        """
+        """Return queries [B, T, H, d], with heads of zeros added for the mesh, and any gates."""
         a = self.options.architecture
         gate = None
         if a.output_gate:

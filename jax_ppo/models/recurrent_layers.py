@@ -184,10 +184,7 @@ class DeltaLayer(Layer):
     mixer: ClassVar[tuple[type[RecurrentMixer], str]] = (DeltaNet, "delta_net")
 
     def _attend(self, x: jax.Array, *inputs: Any) -> tuple[jax.Array, LayerCache | None]:
-        """Return the output of the layer's mixer; `inputs` as for `Attention`.
-
-        Without a cache, the last of them is the numbers of tokens that the state includes.
-        """
+        """Return the output of the mixer or of attention; `inputs` as for both."""
         kind, _, segments_BxT, cache, ends_B = inputs
         if not kind.is_linear:
             return super()._attend(x, *inputs)

@@ -120,8 +120,8 @@ def write_json(path: Path, value: Any) -> None:
 class ConfigReader:
     """Reads fields of config.json and remembers which ones.
 
-    A field that is missing has its default. null is accepted only where a method says so, because
-    it does not mean "the default" in transformers.
+    A field that is missing has its default. null is accepted only where a method says so: it does
+    not mean "the default" in transformers.
     """
 
     def __init__(

@@ -83,8 +83,7 @@ def _has_computed_frequencies(
 ) -> bool:
     """Return whether stored rotary frequencies are those that follow from config.json.
 
-    Old versions of transformers stored them, rounded to the type of the weights, and before any
-    scaling, which some of them applied to the positions instead.
+    Old versions of transformers stored them in the type of the weights, some before any scaling.
     """
     dtype = SAFETENSORS_DTYPES.get(checkpoint.dtype(name))
     if dtype is None:

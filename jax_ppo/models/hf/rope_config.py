@@ -72,8 +72,7 @@ def _read_two_ropes(
 ) -> dict[str, Any]:
     """Read the rotary parameters of a family whose local layers have separate ones.
 
-    transformers 5 stores both by layer type. Before, `rope_scaling` described the other layers
-    and `rope_local_base_freq` the local ones.
+    Before transformers 5, `rope_local_base_freq` described local layers, `rope_scaling` the others.
     """
     if parameters.keys() - {FULL, LOCAL}:
         raise reader.error(
