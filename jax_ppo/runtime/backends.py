@@ -13,9 +13,6 @@ import sys
 from jax_ppo.errors import UserError
 from jax_ppo.runtime import compat
 
-# Not in this process: a backend may wait for other processes, and none is stopped again.
-_LISTS_PLATFORMS = "from jax.extend import backend; print(*backend.backends(), sep=', ')"
-_LIST_SECONDS = 60
 # What types, samples and programs need of JAX's settings, the default first; they are environment
 # variables in capitals.
 _SETTINGS = {
@@ -54,24 +51,8 @@ def start_backends() -> None:
         if not platforms:
             raise UserError(f"JAX finds no devices: {reason}") from error
         raise UserError(
-            f"JAX_PLATFORMS={platforms}: {reason}; expected some of this machine's: {_platforms()}"
+            f"JAX_PLATFORMS={platforms}: {reason}; unset it, and JAX takes what this machine has"
         ) from error
-
-
-def _platforms() -> str:
-    """Return the platforms that JAX finds by itself."""
-    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
-    try:
-        result = subprocess.run(
-            [sys.executable, "-c", _LISTS_PLATFORMS],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=_LIST_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        return "unknown"
-    return result.stdout.strip() or "unknown"
 
 
 def _own_address() -> str | None:

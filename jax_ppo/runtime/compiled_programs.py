@@ -1,9 +1,8 @@
 """Compiled programs: declared once, run on arrays or shapes, kept on disk, and counted.
 
 On arrays a program is a jitted function. Inside `run_on_shapes` it takes `jax.ShapeDtypeStruct`
-with shardings: it is compiled, which JAX remembers for later calls with arrays, and returns the
-shapes of its results. So the code that runs a step also compiles it, in a thread while weights are
-loaded, or for a machine that is not there.
+with shardings: it is compiled, which JAX remembers, and returns the shapes of its results. So the
+code that runs a step also compiles it, in a thread or for a machine that is not there.
 """
 
 import contextlib
@@ -45,11 +44,10 @@ class CompiledProgram:
         name: str | Callable[..., str] = "",
         **jit_options: Any,
     ) -> None:
-        """Declare a program.
+        """Declare a program; `jit_options` are those of `jax.jit`.
 
         `name` is its name in the table of a step's programs (`ppo.programs.PROGRAMS`), or returns
         it for the program's arguments; empty for a small one that prepares another's arguments.
-        `jit_options` are those of `jax.jit`, such as the donated arguments.
         """
         self._name = name
         self.jitted = jax.jit(function, **jit_options)

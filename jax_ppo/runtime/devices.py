@@ -1,9 +1,7 @@
 """Properties of devices: memory, peak rates, and the type that they compute fast in.
 
-`config.model.dtype=auto` depends on the devices. bfloat16 halves memory and time where devices have
-units for it. XLA's programs for CPUs are no faster with it, also where the CPU has instructions for
-it (AVX512_BF16: a forward and a backward pass took the same CPU seconds in both types), and several
-times slower where it has none.
+bfloat16 halves memory and time where devices have units for it. XLA's programs for CPUs are no
+faster with it, even with AVX512_BF16 (measured), and several times slower without.
 """
 
 import contextlib

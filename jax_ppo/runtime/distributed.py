@@ -1,9 +1,8 @@
 """Runs of several processes: how they find each other, and how they end together.
 
 With a single process nothing happens here. Otherwise every process runs the same program, and JAX
-connects them before the first computation. After SIGTERM, by which a cluster announces that it
-takes the machines back, they agree on a step to save: see `agree_on_signal`. When one of them fails
-or is lost, all end: see `faults`.
+connects them before the first computation. After SIGTERM they agree on a step to save
+(`agree_on_signal`); when one of them fails or is lost, all end (`faults`).
 """
 
 import contextlib
@@ -42,11 +41,10 @@ EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
 def initialize(options: schema.Distributed) -> None:
-    """Connect the processes of this run.
+    """Connect the processes of this run, before any computation; a second call does nothing.
 
-    Call it before any computation; a second call does nothing. Addresses come from the options,
-    else from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, else from Slurm, Open
-    MPI or a TPU pod of several hosts. Without any of these there is one process.
+    Addresses come from the options, else from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
+    JAX_PROCESS_ID, else from Slurm, Open MPI or a TPU pod of several hosts.
 
     Raises:
       UserError: the environment sets only some of the variables, or the service does not start.
@@ -112,10 +110,9 @@ def barrier(name: str) -> None:
 
 
 def allgather_json(value: Any) -> list[Any]:
-    """Return the values of all processes, in their order.
+    """Return what all processes pass, as JSON can represent it, in their order.
 
-    They are what JSON can represent, and may differ in size. Every process must call it, at the
-    same point of its program.
+    Every process must call it, at the same point of its program.
     """
     if jax.process_count() == 1:
         return [value]

@@ -4,7 +4,7 @@ JAX's coordination service notices a process that is killed, or whose machine no
 within `distributed.heartbeat_seconds`, and JAX then aborts the others. Our part:
 
 - A process that fails stores the reason with the service, where a thread of every other process
-  waits for it: all end at once, with the same exit code, and launchers treat them alike.
+  waits for it: all end at once, with the same exit code.
 - A process that hangs keeps answering. `limit_stalls` has faulthandler print the stacks of its
   threads, and end it, once nothing has called `report_progress` for too long.
 """
@@ -43,8 +43,8 @@ _reported_at = 0.0
 def run_or_abort(function: Callable[[], object]) -> object:
     """Return function(); in a run of several processes, exit at once on an exception.
 
-    An ordinary exit would wait for the other processes, which wait for this one in a collective.
-    The exit code is 1, or 75 if most likely another process was lost; the others end with it, too.
+    An ordinary exit would wait for the others, which wait in a collective. The exit code is 1, or
+    75 if most likely another process was lost; the others end with it, too.
     """
     try:
         result = function()

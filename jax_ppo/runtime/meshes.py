@@ -1,11 +1,10 @@
 """Meshes: the devices of a run, arranged along named axes.
 
-Axes: `data` replicates the parameters; `fsdp` splits parameters and optimizer states, which are
-gathered layer by layer; `expert` divides the experts of a mixture of experts among its devices, and
-splits other parameters as `fsdp` does; `context` splits all parameters so, and its devices hold
-parts of the same packed rows; `model` splits each matrix product (tensor parallelism); `stage`
-splits the layers. The rows of a batch are split over stage x data x fsdp x expert x context. What
-the devices of an axis compute and exchange is the subject of a file in parallelism/.
+`data` replicates the parameters; `fsdp` splits parameters and optimizer states, which are gathered
+layer by layer; `expert` divides the experts, and splits other parameters as `fsdp` does; so does
+`context`, whose devices hold parts of the same packed rows; `model` splits each matrix product
+(tensor parallelism); `stage` splits the layers. What the devices of an axis compute and exchange is
+the subject of a file in parallelism/.
 
 A further axis is a field of `config.schema.MeshShape` and named in `AXES`; in `ROWS` if it splits
 the rows of a batch, and in the rules of the parameters that it splits (sharding.py).
@@ -44,8 +43,8 @@ def make_mesh(
 ) -> Mesh:
     """Return the mesh over these devices, by default all.
 
-    At most one size is -1 and takes the devices that the others leave. `decoding` devices, the last
-    ones of each of the `processes`, by default this run's, are left to `make_rollout_mesh`.
+    At most one size is -1 and takes what the others leave. The last `decoding` devices, of each of
+    the `processes` equally many, are left to `make_rollout_mesh`.
 
     Raises:
       UserError: the sizes do not multiply to the number of devices, slices have different numbers

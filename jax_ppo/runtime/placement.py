@@ -20,11 +20,10 @@ PINNED_HOST = "pinned_host"
 
 
 def place(tree: Any, sharding: NamedSharding) -> Any:
-    """Put host arrays, the same in every process, on the mesh.
+    """Put host arrays, the same in every process, on the mesh; in `run_on_shapes`, return shapes.
 
     Each process transfers the part that its devices hold. Everything that a step sends to the mesh
-    passes through here, so that `jax.transfer_guard` catches accidental transfers. In
-    `compiled_programs.run_on_shapes`, return shapes and shardings.
+    passes through here, so that `jax.transfer_guard` catches accidental transfers.
     """
     if runs_on_shapes():
         return jax.tree.map(

@@ -1,12 +1,12 @@
 """Ending a run by SIGTERM or Ctrl-C: the loop saves and ends, and waits for nothing that hangs.
 
-Before the first step that can be saved, a signal ends the run at once. Later it is recorded, and
-the loop asks for it after each step. A second signal ends the run at once, and so does a limited
-region, such as a hung reward function, that keeps the loop from asking for LIMIT_SECONDS.
+Before the first step that can be saved, a signal ends the run at once. Later the loop asks for it
+after each step. A second signal ends the run at once, and so does a limited region, such as a hung
+reward function, that keeps the loop from asking for LIMIT_SECONDS.
 
-The interpreter runs Python's signal handlers between two instructions of the main thread only,
-which may be in the compiler or wait for a device for minutes. Therefore the interpreter's C handler
-also writes each signal to a socket that a thread reads.
+The interpreter runs Python's signal handlers in the main thread only, which may be in the compiler
+or wait for a device for minutes. Therefore its C handler also writes each signal to a socket that a
+thread reads.
 """
 
 import contextlib
@@ -165,14 +165,11 @@ _on_abrupt_end: list[Callable[[str, int], None]] = []
 
 @contextlib.contextmanager
 def handle_stop_signals(*, ends_process: bool) -> Iterator[_StopSignals | None]:
-    """Handle SIGTERM and SIGINT in the block; afterwards the caller's handlers are set again.
+    """Handle SIGTERM and SIGINT in the block, and yield what was received.
 
-    Inside of another such block, and outside of the main thread, no handlers are installed.
-    `ends_process`: the run may end the process without returning, as commands may; otherwise
-    `KeyboardInterrupt` or `SystemExit` is raised in the main thread.
-
-    Yields:
-      What was received; `None` outside of the main thread.
+    Inside of another such block, and outside of the main thread, no handlers are installed, and
+    there `None` is yielded. `ends_process`: the run may end the process without returning, as
+    commands may; otherwise `KeyboardInterrupt` or `SystemExit` is raised in the main thread.
     """
     global _active
     if _active is not None:

@@ -124,19 +124,14 @@ class Topology:
         memory = self.device_type.memory
         if memory is None or self.device_type.platform != "cuda":
             return memory
-        return memory * _gpu_memory_share()
-
-
-def _gpu_memory_share() -> float:
-    """Return the share of a GPU's memory that JAX takes; raise `UserError` for a wrong one."""
-    text = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or "0.75"
-    try:
-        share = float(text)
-    except ValueError:
-        share = 0.0
-    if not 0 < share < math.inf:
-        raise UserError(f"XLA_PYTHON_CLIENT_MEM_FRACTION={text}: expected a number above 0")
-    return share
+        text = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or "0.75"
+        try:
+            share = float(text)
+        except ValueError:
+            share = 0.0
+        if not 0 < share < math.inf:
+            raise UserError(f"XLA_PYTHON_CLIENT_MEM_FRACTION={text}: expected a number above 0")
+        return memory * share
 
 
 def parse_topology(text: str) -> Topology:
@@ -154,36 +149,28 @@ def parse_topology(text: str) -> Topology:
         raise UserError(
             f"--topology={text}: a shape of {kind} has {numbers}, for example {EXAMPLES}"
         )
-    topology = Topology(kind, shape)
-    _validate_hosts(topology)
-    return topology
-
-
-def _validate_hosts(topology: Topology) -> None:
-    """Raise `UserError` unless the machine consists of whole hosts, as many as there are."""
-    chips = math.prod(topology.shape)
-    hosts = topology.device_type.chips_per_host
+    # It consists of whole hosts, as many as there are.
+    chips, hosts = math.prod(shape), device_type.chips_per_host
     if hosts and chips > 1:
-        nearest = [
-            -(-size // host) * host for size, host in zip(topology.shape, hosts, strict=True)
-        ]
-        if nearest != list(topology.shape):
+        nearest = tuple(-(-size // host) * host for size, host in zip(shape, hosts, strict=True))
+        if nearest != shape:
             raise UserError(
-                f"--topology={topology.name}: machines of {topology.kind} are multiples of "
+                f"--topology={text}: machines of {kind} are multiples of "
                 f"{'x'.join(map(str, hosts))} chips; the nearest larger one is "
-                f"{topology.kind}:{'x'.join(map(str, nearest))}"
+                f"{kind}:{'x'.join(map(str, nearest))}"
             )
-    most_chips = topology.device_type.most_chips
+    most_chips = device_type.most_chips
     if most_chips is not None and chips > most_chips:
         raise UserError(
-            f"--topology={topology.name}: a slice of {topology.kind} has at most {most_chips} "
-            f"chips, these are {chips}"
+            f"--topology={text}: a slice of {kind} has at most {most_chips} chips, these are "
+            f"{chips}"
         )
-    if topology.device_type.platform == "cuda" and chips > GPUS_PER_HOST and chips % GPUS_PER_HOST:
+    if device_type.platform == "cuda" and chips > GPUS_PER_HOST and chips % GPUS_PER_HOST:
         raise UserError(
-            f"--topology={topology.name}: a host has {GPUS_PER_HOST} GPUs; the nearest larger "
-            f"machine is {topology.kind}:{-(-chips // GPUS_PER_HOST) * GPUS_PER_HOST}"
+            f"--topology={text}: a host has {GPUS_PER_HOST} GPUs; the nearest larger machine is "
+            f"{kind}:{-(-chips // GPUS_PER_HOST) * GPUS_PER_HOST}"
         )
+    return Topology(kind, shape)
 
 
 def prepare_environment(topology: Topology) -> None:

@@ -1,8 +1,7 @@
 """The work directory of a run: created, locked against a second run, and seen by all processes.
 
-A work directory is a folder of this machine, of a disk that it mounts, or a gs:// address. For an
-address the run writes to a local folder that stands for it (`storage.bucket_folder`), except for
-its checkpoints.
+It is a folder of this machine, of a disk that it mounts, or a gs:// address. For an address the run
+writes to a local folder instead (`storage.bucket_folder`), except for its checkpoints.
 """
 
 import contextlib
@@ -252,18 +251,14 @@ def _close_held_files() -> None:
 os.register_at_fork(after_in_child=_close_held_files)
 
 
-def require_shared(workdir: Path, seconds: float = VISIBLE_SECONDS) -> None:
-    """Verify that every process sees, within seconds, a file that process 0 writes to the folder.
-
-    Raises:
-      UserError: on every process: some do not see the file. Checkpoints would never be complete.
-    """
+def require_shared(workdir: Path) -> None:
+    """Raise `UserError` on every process unless all soon see a file that process 0 writes."""
     if jax.process_count() == 1:
         return
     # A name of this start only: a file left by an earlier one proves nothing.
     path = workdir / f".shared-{distributed.allgather_json(os.urandom(4).hex())[0]}"
     distributed.run_on_main(path.touch)
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + VISIBLE_SECONDS
     is_visible = False
     while not is_visible and time.monotonic() < deadline:
         # Listing the folder makes network file systems refresh what they know of it.

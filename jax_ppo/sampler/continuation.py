@@ -1,9 +1,8 @@
 """Partial rollouts: responses that continue, under newer weights, where they stopped.
 
 A call draws up to `partial_length` tokens of each response that has not ended. It runs the tokens
-drawn before again, as part of the prompts and with the weights of the call; their log-probs stay
-those under the weights that drew them. Between two calls the host decides which samples leave;
-shapes never change.
+drawn before again, as part of the prompts; their log-probs stay those under the weights that drew
+them. Between two calls the host decides which samples leave; shapes never change.
 """
 
 import dataclasses

@@ -1,10 +1,9 @@
 """The decode loop: sample responses to prompts without leaving the device.
 
-No slot waits for the longest response: a slot whose response has ended takes the next sample of the
-queue (`slots.py`). Once the queue is empty, the remaining samples move into three quarters, half
-and then a quarter of the slots, as soon as they fit; each number of slots has its `while_loop`.
-(Short responses keep all slots.) With an environment a response may have several turns
-(`dialogues.py`).
+A slot whose response has ended takes the next sample of the queue (`slots.py`). Once the queue is
+empty, the remaining samples move into three quarters, half and then a quarter of the slots, as soon
+as they fit; each number of slots has its `while_loop`. (Short responses keep all slots.) With an
+environment a response may have several turns (`dialogues.py`).
 """
 
 import dataclasses

@@ -1,10 +1,9 @@
 """Responses of several turns: the decode loop's state of each dialogue, and when it is answered.
 
 A turn ends with an EOS, a stop string, after `max_turn_length` tokens, or when the response is
-full. Its slot then waits until the environment has answered, while the other slots keep decoding.
-The turns that wait are answered together, once as many wait as the loop refills at once, or all do.
-The observation becomes the next tokens of the response. Its slot runs them one per step, like
-drawn tokens, into the slot's cache; the policy's next turn follows.
+full. Its slot then waits while the others keep decoding. The turns that wait are answered together,
+once as many wait as the loop refills at once, or all do. The observation becomes the next tokens of
+the response, which its slot runs one per step like drawn tokens; the next turn follows.
 """
 
 import dataclasses

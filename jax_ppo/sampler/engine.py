@@ -1,8 +1,7 @@
 """The contracts of whatever generates responses, and of the environments that answer in them.
 
-A response may be a dialogue: the policy writes a turn, the environment answers with an observation,
-the policy writes the next turn. The environment is on the host; `dialogues.py` calls it for many
-turns at once and holds the decode loop's state of the dialogues.
+A response may be a dialogue: the policy writes a turn, the environment, on the host, answers with
+an observation, the policy writes the next turn (`dialogues.py`).
 """
 
 import contextlib
@@ -93,10 +92,9 @@ class SamplingOptions:
 class RolloutEngine(Protocol):
     """Generates responses with the actor's current weights.
 
-    The order of calls in a run is `start`, then any number of rounds of `update_weights`, one or
-    more `generate` and `release_weights`, then `stop`. `BuiltInEngine` is the default
-    implementation. A subclass that needs nothing at `start`, `release_weights` or `stop` leaves it
-    out.
+    A run calls `start`, then any number of rounds of `update_weights`, one or more `generate` and
+    `release_weights`, then `stop`. A subclass that needs nothing at `start`, `release_weights` or
+    `stop` leaves it out.
     """
 
     def start(self) -> None:

@@ -1,8 +1,7 @@
 """Top-k, top-p and min-p: the tokens among which one is drawn.
 
 Filters are applied in Hugging Face's order: temperature, then top-k, then top-p of what top-k left,
-then min-p. All keep every token that is as likely as the last one kept, so that nothing depends on
-the order of a sort (Hugging Face does so for top-k only).
+then min-p. All keep every token as likely as the last one kept: no order of a sort matters.
 
 Tokens have weights: softmax(logits / temperature) without its division, so that the largest is 1.
 """

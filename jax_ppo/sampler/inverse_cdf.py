@@ -1,9 +1,8 @@
 """Draws with given weights, by inverting the distribution function.
 
-A draw takes two steps, because a running sum over a large vocabulary is slow and coarse: the first
-uniform number picks one of N blocks of W tokens (W about sqrt(V)), the second a token in it. Blocks
-divide the whole vocabulary, however many devices split it, so that the draw is the same up to the
-rounding of a block that two devices share.
+A running sum over a large vocabulary is slow and coarse: the first uniform number picks one of N
+blocks of W tokens (W about sqrt(V)), the second a token in it. Blocks divide the whole vocabulary,
+however many devices split it, so that the draw is the same up to rounding.
 """
 
 import jax
@@ -49,8 +48,7 @@ def split_into_blocks(
 ) -> tuple[jax.Array | int, jax.Array]:
     """Return this device's values in blocks of W = `size` tokens of the whole vocabulary.
 
-    Where it has none they are `fill`. `start`, the first token's id, is an int if the vocabulary is
-    not split.
+    Elsewhere they are `fill`. `start`, the first token's id, is an int if nothing is split.
 
     Returns:
       (index of the first block; values, [B, M, W]).

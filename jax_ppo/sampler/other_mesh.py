@@ -1,8 +1,8 @@
 """A rollout engine on another mesh than the training's, over the same devices or over others.
 
 Training splits parameters to fit in memory (`fsdp`), decoding reads every weight per token and may
-be faster with tensor parallelism (`model`). The engine lays the weights out for its own mesh once
-per step; prompts and responses, which are small, move between the meshes in each call.
+be faster with tensor parallelism (`model`). Weights are laid out for the engine's mesh once per
+step; prompts and responses, which are small, move in each call.
 """
 
 import concurrent.futures

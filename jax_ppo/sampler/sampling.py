@@ -1,11 +1,10 @@
 """From hidden states to tokens, as pure functions of rows; no row depends on another.
 
-Where several devices split the vocabulary, each keeps its own logits. For a row they exchange the
-largest logit, the weights of blocks of tokens and of one block's tokens, one number per bisection
-step of a filter, and a few more: never the logits themselves.
+Where several devices split the vocabulary, they exchange a few numbers per row: the largest logit,
+weights of blocks and of one block's tokens, one per bisection step of a filter; never the logits.
 
-Randomness is addressed: the token at position t of sample b has the key
-fold_in(fold_in(step_key, b), t), whichever row it is drawn in and whatever is drawn beside it.
+Randomness is addressed: the token at position t of sample b has the key fold_in(fold_in(step_key,
+b), t), whichever row it is drawn in and whatever is drawn beside it.
 """
 
 from typing import NamedTuple
@@ -132,8 +131,7 @@ def sample_tokens(
       uniforms_Bx2: float32 in [0, 1).
       filters: static.
       shards: the devices that split the vocabulary.
-      forbidden_BxV: bool, tokens that are not to be drawn; split as the logits are. `None`: all may
-        be drawn.
+      forbidden_BxV: bool, tokens that are not to be drawn, split as the logits are, or `None`.
     """
     assert logits_BxV.ndim == 2, logits_BxV.shape
     assert uniforms_Bx2.shape == (logits_BxV.shape[0], 2), (logits_BxV.shape, uniforms_Bx2.shape)

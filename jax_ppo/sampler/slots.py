@@ -5,10 +5,9 @@ slot; a slot whose response has ended takes the next sample. Prompts are prefill
 prefill buffer, from where each of their n samples copies keys and values into its slot.
 
 The cache has S = P + T columns per slot, and the token at position i of a sequence is in column i.
-When a slot is filled, its prompt's last token is still to be run: the decode step that runs it
-draws the first token of the response. The prefill has run it too, but recurrent states do not
-include it: a token must not change them twice. Where responses continue (`continuation.py`) the
-prompt includes the tokens that were drawn before.
+When a slot is filled, its prompt's last token is still to be run, which draws the first token of
+the response. (The prefill leaves it out of recurrent states, which must not change twice.) Where
+responses continue (`continuation.py`) the prompt includes the tokens that were drawn before.
 """
 
 import dataclasses

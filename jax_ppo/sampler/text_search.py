@@ -1,9 +1,8 @@
 """Search for strings in text while it is generated, wherever tokens begin and end.
 
 A string may begin in one token and end in another, or stand in the middle of one. An Aho-Corasick
-automaton over bytes finds it exactly: each sample carries the automaton's state, and a token leads
-from one state to another. These transitions are computed for every token once, on the host, so that
-a decode step only looks up one number per sample.
+automaton over bytes finds it exactly. Each token's transitions between its states are computed
+once, on the host, so that a decode step only looks up one number per sample.
 """
 
 import dataclasses
@@ -42,8 +41,7 @@ class TextSearch:
 def search_for(strings: Sequence[str], tokens: Sequence[bytes], vocab_size: int) -> TextSearch:
     """Return the search for strings, at least one and none empty, in texts made of tokens.
 
-    `tokens` are the bytes that each token adds to the text; of the V = `vocab_size` ids, those
-    without a token add nothing.
+    `tokens` are the bytes that each adds to the text; of the V = `vocab_size` ids, others add none.
     """
     assert strings and all(strings), strings
     byte_states_Sx256 = _byte_automaton([string.encode() for string in strings])

@@ -32,7 +32,7 @@ faults.run_or_abort(main)
 @pytest.mark.parametrize(
     "platform", ["cuda", pytest.param("nothing", marks=pytest.mark.exhaustive)]
 )
-def test_a_platform_that_is_not_there_is_one_line_with_those_that_are(tmp_path, platform):
+def test_a_platform_that_is_not_there_is_one_line(tmp_path, platform):
     if platform == "cuda" and shutil.which("nvidia-smi"):
         pytest.skip("there may be a GPU")
     result = subprocess.run(
@@ -44,7 +44,7 @@ def test_a_platform_that_is_not_there_is_one_line_with_those_that_are(tmp_path, 
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr.count("\n") == 1
     assert result.stderr.startswith(f"error: JAX_PLATFORMS={platform}: ")
-    assert "expected some of this machine's: cpu" in result.stderr
+    assert "unset it, and JAX takes what this machine has" in result.stderr
     assert not (tmp_path / "run").exists()
 
 

@@ -122,7 +122,6 @@ from jax_ppo.runtime import distributed, faults, work_directory
 
 def main():
     work_directory.VISIBLE_SECONDS = 1.0
-    work_directory.require_shared.__defaults__ = (1.0,)
     try:
         with work_directory.open_work_directory(pathlib.Path(sys.argv[1]), print):
             print("shared", flush=True)

@@ -13,10 +13,9 @@ from jax_ppo.runtime.parallelism.rows import on_each_device, remaining_axes, rem
 
 
 def run_on_own_rows(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-    """Make each device run `function` on its own rows.
+    """Make each device run `function`, of arrays [R, ...], on its own rows; not differentiated.
 
-    `function` maps an array [R, ...] to another and is not differentiated. Without a mesh in the
-    context, or for rows that the mesh cannot split, the compiler splits it.
+    Without a mesh in the context, or for rows that it cannot split, the compiler splits it.
     """
 
     def run(x: jax.Array) -> jax.Array:

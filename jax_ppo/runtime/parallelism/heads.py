@@ -20,11 +20,8 @@ _SPLIT_HEADS = P(P.UNCONSTRAINED, P.UNCONSTRAINED, "model", P.UNCONSTRAINED)
 def split_heads(attention: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Make each device run `attention` on its own rows and heads.
 
-    Inside `split_rows`, where rows are split already, only the heads are divided.
-
-    Args:
-      attention: called as `attention(q, k, v, per_row)`: q, k and v are [R, L, heads, d], and
-        `per_row` is a tree of arrays [R, ...] or `None`.
+    `attention(q, k, v, per_row)` takes q, k and v [R, L, heads, d] and a tree of arrays [R, ...] or
+    `None`. Inside `split_rows`, only the heads are divided.
     """
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, per_row: Any) -> jax.Array:

@@ -1,13 +1,12 @@
 """Pipeline stages: each runs its layers on one micro-batch after another.
 
-With S stages and M micro-batches the loop has M + S - 1 ticks. In tick t stage s works on
-micro-batch t - s: it runs its layers and passes the hidden states on to stage s + 1. While the
-pipeline fills and drains a stage has no micro-batch, and what it computes is dropped: the bubble,
-(S - 1) / (M + S - 1) of the ticks (GPipe; Huang et al. 2019, arXiv:1811.06965). The gradient of the
-loop is the pipeline in reverse.
+With S stages and M micro-batches the loop has M + S - 1 ticks. In tick t stage s runs its layers on
+micro-batch t - s and passes the hidden states on to stage s + 1. While the pipeline fills and
+drains, what a stage without a micro-batch computes is dropped: the bubble, (S - 1) / (M + S - 1) of
+the ticks (GPipe; Huang et al. 2019, arXiv:1811.06965). The gradient is the pipeline in reverse.
 
-A micro-batch has one row per device of the other axes of rows. The rows of a batch are split over
-stages too, outside of the layers: no stage repeats another's embeddings and logits.
+A micro-batch has one row per device of the other axes of rows. Outside of the layers stages split
+the rows, too: none repeats another's embeddings and logits.
 """
 
 from collections.abc import Callable
@@ -122,8 +121,7 @@ def _split_stages(function: Callable[..., tuple[Any, Any]]) -> Callable[..., tup
 def _gather_micro_batches(x_Rx: jax.Array) -> jax.Array:
     """Give each of S stages a copy of all rows as micro-batches, [S, M, r, ...].
 
-    A micro-batch has r rows, one on each device of a stage. No stage sees the others' copies. R is
-    a multiple of `row_shards`.
+    A micro-batch has r rows, one on each device of a stage. R is a multiple of `row_shards`.
     """
 
     def gather(local_rows: jax.Array) -> jax.Array:

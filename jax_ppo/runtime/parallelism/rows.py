@@ -45,16 +45,12 @@ def on_each_device(function: Function, in_specs: Any, out_specs: Any) -> Functio
 
 
 def split_rows(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make each shard of rows run `function` on its own rows.
+    """Make each shard of rows run `function(params, rows, other_rows, key)` on its own rows.
 
     The loops inside may differ in length from shard to shard, unless experts or an axis other than
     the axes of rows are split: all devices must then take part in every matrix product, and
-    `function` gets `any_shard`, which maps a bool to whether it holds on any shard. Without a mesh
-    in the context, `function` runs unchanged.
-
-    Args:
-      function: called as `function(params, rows, other_rows, key)`, with `any_shard` by keyword if
-        shards run in step. The first axis of every array that it returns counts rows.
+    `function` gets `any_shard`, which maps a bool to whether it holds on any shard. The first axis
+    of every array that it returns counts rows. Without a mesh in the context, it runs unchanged.
     """
 
     def run(params: Any, *rows_and_key: Any) -> Any:

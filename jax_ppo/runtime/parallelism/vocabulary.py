@@ -61,13 +61,9 @@ WHOLE = VocabularyShards()
 def split_vocabulary(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make each device run `function` on its own columns of the logits.
 
-    Without a mesh in the context, or if it does not split the vocabulary, `function` runs on all
-    columns.
-
-    Args:
-      function: called as `function(logits_BxV, per_row, *others_BxV, shards=shards)`: `per_row` is
-        an array [B, ...], and `shards` the `VocabularyShards`. The first axis of what it returns is
-        B, and all devices that split a row's logits return the same.
+    `function(logits_BxV, per_row, *others_BxV, shards=shards)` takes an array [B, ...] `per_row`
+    and the `VocabularyShards`, which are `WHOLE` if no mesh splits the vocabulary. The first axis
+    of what it returns is B, and all devices that split a row's logits return the same.
     """
 
     def run(logits_BxV: jax.Array, per_row: jax.Array, *others_BxV: jax.Array) -> Any:
@@ -189,9 +185,8 @@ def _scatter_columns(local_VxD: jax.Array) -> jax.Array:
 def scatter_columns_for_tpu(local_VxD: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return the own columns of the sum over `WEIGHTS`, inside `jax.shard_map`.
 
-    The compiler for TPUs makes a reduce-scatter of columns that do not fill its lanes an all-reduce
-    of the table. Here each device sends the columns of the others to them, half as many bytes, and
-    adds up its own. Columns that do not fill the lanes are sent in `dtype`.
+    The compiler for TPUs makes a reduce-scatter of columns that do not fill its lanes an
+    all-reduce. Of these, each device sends the others' to them in `dtype`, and adds up its own.
     """
     shards = jax.lax.axis_size(WEIGHTS)
     if local_VxD.shape[1] % (shards * TPU_LANES) == 0:

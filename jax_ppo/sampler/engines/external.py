@@ -53,8 +53,7 @@ class AdaptersRefused(Exception):
 class ExternalEngine(RolloutEngine):
     """The part of a `RolloutEngine` that does not depend on what samples.
 
-    Subclasses define `load_weights`, `sample` and, if they hold resources, `start` and `stop`. The
-    devices of the training hold no copy of the weights that `release_weights` could free.
+    Subclasses define `load_weights`, `sample` and, if they hold resources, `start` and `stop`.
     """
 
     takes_adapters = False  # otherwise they are merged into the weights
@@ -181,11 +180,7 @@ class ExternalEngine(RolloutEngine):
         )
 
     def load_weights(self) -> None:
-        """Let the engine take over what is in the folder `weights`, and perhaps `adapters`.
-
-        Raises:
-          AdaptersRefused: it takes no adapters, or not these; it shall get merged weights.
-        """
+        """Let the engine take over the folder `weights`; may raise `AdaptersRefused`."""
         raise NotImplementedError
 
     def sample(
@@ -230,8 +225,8 @@ class ExternalEngine(RolloutEngine):
     def _unused_adapters(self, base: Params, adapters: Params) -> list[str]:
         """Return the projections whose adapters the engine seems to leave out.
 
-        Without them our log-probs are at least twice as near to the engine's. Rounding makes no
-        such difference: to bfloat16 0.04 nats in SmolLM2-135M, in which a projection makes as much.
+        Without them our log-probs are at least twice as near to its. Rounding makes no such
+        difference.
         """
         assert self.actor.lora is not None
         probe = self._sample_probe()

@@ -18,8 +18,7 @@ from jax_ppo.sampler.engines.external import ExternalEngine, Response
 class HuggingFaceEngine(ExternalEngine):
     """Runs the exported weights in torch, on the CPU.
 
-    Tokens are drawn from its logits by `sampling.sample_tokens` with the same random numbers as in
-    the built-in engine, so that options mean the same and samples differ only by rounding.
+    Tokens are drawn from its logits as in the built-in engine: samples differ only by rounding.
     """
 
     def start(self) -> None:

@@ -39,8 +39,7 @@ class ServerEngine(ExternalEngine):
     """Samples from a server at `rollout.url`, or from a vLLM that it starts.
 
     Every response has the version of the weights that sampled it; one of another version is
-    requested again after another update. Requests have seeds, so a response that is requested again
-    is the same one, as far as the server's batching is deterministic.
+    requested again after another update, with the same seed.
     """
 
     def start(self) -> None:
