@@ -165,35 +165,19 @@ def from_local_rows(mesh: Mesh, indices: np.ndarray, values: Any, total: int) ->
     Every process must call it, with `values` [r, ...] at `indices` int [r] as `local_rows` returned
     them. Where processes hold copies of each other's rows, the devices exchange them.
     """
-    if _shares_rows(mesh, total):
-        return _exchange_copied_rows(mesh, indices, values, total)
-    return place(_scatter_rows(indices, values, total), batch_rows(mesh, total))
-
-
-def _row_groups(mesh: Mesh, total: int) -> int:
-    """Return the number of parts that `total` rows are split into; see `batch_rows`."""
-    groups = row_shards(mesh)
-    return 1 if total % groups else groups
-
-
-def _shares_rows(mesh: Mesh, total: int) -> bool:
-    """Return whether several processes hold copies of the same rows."""
-    groups = mesh.devices.reshape(_row_groups(mesh, total), -1)
-    return any(len({device.process_index for device in group}) > 1 for group in groups)
-
-
-def _exchange_copied_rows(mesh: Mesh, indices: np.ndarray, values: Any, total: int) -> jax.Array:
-    """Return the array of `from_local_rows`; each device places only its part of copied rows."""
-    groups = _row_groups(mesh, total)
-    copies = mesh.size // groups
-    size = total // groups
-    # Each group of rows is filled up to equal parts, one per device that holds a copy of it.
-    padded_size = copies * _part_size(size, copies)
+    layout = batch_rows(mesh, total)
+    if jax.process_count() == 1:
+        return place(_scatter_rows(indices, values, total), layout)
+    groups = 1 if layout.is_fully_replicated else row_shards(mesh)
+    copies, size = mesh.size // groups, total // groups
+    # Each device places only its part of the rows that it holds a copy of: each group of rows is
+    # filled up to equal parts.
     values = np.asarray(values)
+    padded_size = copies * -(-size // copies)
     padded = np.zeros((groups, padded_size, *values.shape[1:]), values.dtype)
     padded[indices // size, indices % size] = values
     parts = place(padded, copied_rows(mesh, groups))
-    return _join_parts(parts, size=size, layout=batch_rows(mesh, total))
+    return _join_parts(parts, size=size, layout=layout)
 
 
 @functools.partial(jax.jit, static_argnames=("size", "layout"))
@@ -201,11 +185,6 @@ def _join_parts(parts_GxN: jax.Array, *, size: int, layout: NamedSharding) -> ja
     """Return the first `size` rows of each group, [G * size, ...]."""
     joined = parts_GxN[:, :size].reshape(-1, *parts_GxN.shape[2:])
     return jax.lax.with_sharding_constraint(joined, layout)
-
-
-def _part_size(size: int, copies: int) -> int:
-    """Return how many of `size` copied rows each of the devices with a copy is responsible for."""
-    return -(-size // copies)
 
 
 def all_rows(mesh: Mesh, indices: np.ndarray, values: Any, total: int) -> np.ndarray:
@@ -236,13 +215,13 @@ def local_rows(array: jax.Array) -> tuple[np.ndarray, np.ndarray]:
     holders = collections.Counter[int]()
     rank_of_device = {}
     for device, index in array.sharding.devices_indices_map(array.shape).items():
-        start = _first_row(index)
+        start = index[0].start or 0
         rank_of_device[device] = holders[start]
         holders[start] += 1
     shards: dict[int, Any] = {}
     ranks = collections.defaultdict(set)
     for shard in array.addressable_shards:
-        start = _first_row(shard.index)
+        start = shard.index[0].start or 0
         # Of several copies in this process one is enough.
         shards.setdefault(start, shard)
         ranks[start].add(rank_of_device[shard.device])
@@ -250,12 +229,8 @@ def local_rows(array: jax.Array) -> tuple[np.ndarray, np.ndarray]:
     values: list[np.ndarray] = []
     for start in sorted(shards):
         copy = np.asarray(shards[start].data)
-        rank_of_row = np.arange(len(copy)) // _part_size(len(copy), holders[start])
+        rank_of_row = np.arange(len(copy)) // -(-len(copy) // holders[start])
         assigned = np.flatnonzero(np.isin(rank_of_row, list(ranks[start])))
         indices.append(start + assigned)
         values.append(copy[assigned])
     return np.concatenate(indices), np.concatenate(values)
-
-
-def _first_row(index: tuple[slice, ...]) -> int:
-    return index[0].start or 0 if index else 0
