@@ -18,8 +18,8 @@ from jax_ppo.models.architecture import Architecture
 from jax_ppo.runtime.parallelism.vocabulary import WHOLE, VocabularyShards, split_vocabulary
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.filters import Filters
-from jax_ppo.sampler.inverse_cdf import (
+from jax_ppo.sampler.filters import (
+    Filters,
     block_size,
     draw_tokens,
     invert_cdf,

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from jax_ppo.sampler import filters, inverse_cdf, sampling
+from jax_ppo.sampler import filters, sampling
 from jax_ppo.sampler.filters import Filters
 
 # jax.random.uniform stays below it, draw need not rely on that.
 LAST = np.nextafter(np.float32(1), np.float32(0))
-draw_tokens = jax.jit(lambda logits, uniforms: inverse_cdf.draw_tokens(weigh(logits), uniforms))
+draw_tokens = jax.jit(lambda logits, uniforms: filters.draw_tokens(weigh(logits), uniforms))
 _sample = jax.jit(sampling.sample_tokens, static_argnums=2)
 keep_top_k, keep_top_p, keep_min_p = (
     jax.jit(f, static_argnums=1)
@@ -99,7 +99,7 @@ def test_running_sums_that_round_never_pick_weight_0():
     weights = (rng.random((200, 512)) * (rng.random((200, 512)) < 0.5)).astype(np.float32)
     sums = np.asarray(jax.jit(lambda x: jnp.cumsum(x, -1))(weights))
     row, before = np.nonzero(np.diff(sums) * (weights[:, 1:] == 0))
-    pick = jax.jit(inverse_cdf.invert_cdf)
+    pick = jax.jit(filters.invert_cdf)
     for nudge in (0, 1, -1):
         uniforms = sums[row, before] / sums[row, -1]
         picked, _ = pick(weights[row], uniforms + nudge * np.spacing(uniforms))
@@ -233,7 +233,7 @@ def test_filters_find_the_last_token_in_or_outside_of_the_heaviest_blocks():
         tokens, logprobs = sample_tokens(logits, uniforms, 1.0, k, p)
         # The draw is the one over the whole vocabulary.
         kept, weights = kept_by_sorting(logits, k, p), np.asarray(weigh(logits))
-        expected, _ = jax.jit(inverse_cdf.draw_tokens)(np.where(kept, weights, 0), uniforms)
+        expected, _ = jax.jit(filters.draw_tokens)(np.where(kept, weights, 0), uniforms)
         np.testing.assert_array_equal(tokens, expected)
         rows = np.arange(len(logits))
         expected = np.log(weights[rows, tokens] / weights.sum(1, dtype=np.float64))
