@@ -28,11 +28,6 @@ class DeviceType:
     most_chips: int | None = None  # chips of the largest slice, which a fast network connects
     devices_per_chip: int = 1  # devices of JAX on each chip
 
-    @property
-    def dimensions(self) -> int:
-        """Return how many numbers describe the shape of a machine."""
-        return len(self.chips_per_host) or 1
-
 
 # TPU: HBM per chip is 16 GB (v5e), 95 GB (v5p), 32 GB (v6e) and 192 GB (TPU7x, whose two cores are
 # two devices of JAX), and the largest slice has 256, 6144, 256 and 9216 chips,
@@ -144,8 +139,8 @@ def parse_topology(text: str) -> Topology:
     if not re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4})*", shape_text):
         raise UserError(f"--topology={text}: expected TYPE:SHAPE, for example {EXAMPLES}")
     shape = tuple(int(size) for size in shape_text.split("x"))
-    if len(shape) != device_type.dimensions:
-        numbers = counted(device_type.dimensions, "number")
+    if len(shape) != (dimensions := len(device_type.chips_per_host) or 1):
+        numbers = counted(dimensions, "number")
         raise UserError(
             f"--topology={text}: a shape of {kind} has {numbers}, for example {EXAMPLES}"
         )

@@ -64,24 +64,16 @@ class SamplingOptions:
     min_p: float = 0.0
     n: int = 1  # responses per prompt
     eos_ids: tuple[int, ...] = ()  # tokens that end a response; the response includes it
-    # B, the most samples decoded together (on each device that rows are split over); `None` is no
-    # limit.
+    # B, the most samples decoded together, per device that rows are split over; `None`: no limit.
     slots: int | None = None
-    # Tokens that a call of `continue_responses` draws of each response; `None` is all.
-    partial_length: int | None = None
-    # Tokens before which no EOS is drawn, and in which no `stop` is searched for.
-    min_new_tokens: int = 0
+    partial_length: int | None = None  # tokens that a call of `continue_responses` draws at most
+    min_new_tokens: int = 0  # before which no EOS is drawn, and in which no `stop` is searched for
     # Strings that end a response as an EOS does; the token that completes one is its last.
     stop: TextSearch | None = None
-    # Answers the policy's turns with observations, which become tokens of the response; `None`: a
-    # response is one turn.
-    environment: Environment | None = None
-    # Turns of the policy after which a response ends; `None`: no limit.
-    max_turns: int | None = None
-    # Tokens of a turn after which it ends without an EOS; `None`: no limit.
-    max_turn_length: int | None = None
-    # The rollout holds the experts that each token passed through.
-    returns_routed_experts: bool = False
+    environment: Environment | None = None  # answers the policy's turns; `None`: there is one
+    max_turns: int | None = None  # of the policy, after which a response ends
+    max_turn_length: int | None = None  # tokens of a turn after which it ends without an EOS
+    returns_routed_experts: bool = False  # the rollout holds the experts that tokens used
 
     @property
     def filters(self) -> Filters:

@@ -41,8 +41,7 @@ class Slots(NamedTuple):
     sample: jax.Array
     drawn: jax.Array  # int32 [B], tokens of its response so far
     token: jax.Array  # int32 [B], the last token of its sequence, which has not been run yet
-    # One entry per layer, with B rows and S columns; it may keep the rows of slots that no longer
-    # exist (see `compact_slots`).
+    # One entry per layer, with S columns and B rows, or more (see `compact_slots`).
     cache: Cache
 
 
@@ -75,11 +74,9 @@ class DecodeState(NamedTuple):
     # bool [N], whether an EOS ended the response, or the environment the dialogue.
     finished: jax.Array
     stop_states: jax.Array  # int32 [N], how far each response has got towards a stop string
-    # int32 scalar, tokens that the slots could have drawn so far: steps times slots.
-    slot_steps: jax.Array
-    dialogues: Dialogues | None = None  # the dialogues' state; `None` without an environment
-    # The experts that tokens have passed through; `None` unless they are asked for.
-    routing: RoutingRecord | None = None
+    slot_steps: jax.Array  # int32 scalar, tokens that the slots could have drawn so far
+    dialogues: Dialogues | None = None  # `None` without an environment
+    routing: RoutingRecord | None = None  # `None` unless the options ask for it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,14 +90,11 @@ class DecodeJob:
     prompts: Prompts
     keys_N: jax.Array  # one random key per sample
     count: int | jax.Array  # how many of the samples, from the first on, are decoded
-    # Maps a bool to whether it holds on any of the row shards whose loops run in step with this
-    # one's.
+    # Maps a bool to whether it holds on any row shard whose loops run in step with this one's.
     any_shard: Callable[[jax.Array], jax.Array] = lambda holds: holds
-    # Tokens of each response that have been drawn and are part of its prompt: one number, or int32
-    # [N] where responses continue.
+    # Drawn tokens of each response in its prompt: one number, or int32 [N] where they continue.
     start: int | jax.Array = 0
-    # int32 [N], where responses continue: tokens at which a sample leaves its slot, even if it has
-    # not ended; `None`: T.
+    # int32 [N] where responses continue: tokens at which a sample leaves its slot; `None`: T.
     limit: jax.Array | None = None
 
     @property
