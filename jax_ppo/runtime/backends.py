@@ -30,11 +30,7 @@ TRIED = "JAX_PPO_TRIED_XLA_FLAGS"
 
 
 def start_backends() -> None:
-    """Let JAX find its devices, once jaxlib is known to take the flags in XLA_FLAGS.
-
-    Raises:
-      UserError: there are no devices of the platforms in JAX_PLATFORMS, or jaxlib refuses a flag.
-    """
+    """Let JAX find its devices; raise `UserError` if there are none, or for a refused flag."""
     require_settings()
     import jax
 

@@ -44,10 +44,7 @@ def read_host_memory() -> int:
 
 
 def measure_device_memory() -> dict[str, float]:
-    """Return the memory in use and its peak so far, in GiB, of the fullest device of this process.
-
-    CPUs report none.
-    """
+    """Return the memory in use and its peak, in GiB, on the fullest device, where it is known."""
     figures: dict[str, float] = {}
     for device in jax.local_devices():
         statistics = device.memory_stats() or {}
@@ -120,10 +117,9 @@ LEAST_CAPABILITY = 8.0  # of an NVIDIA GPU with units for bfloat16: Ampere
 
 
 def resolve_dtype(options: Model, platform: str, compute_capability: str | None = None) -> Model:
-    """Return the section with a `dtype` that is no longer `auto`.
+    """Return the section with a `dtype` that is not `auto`.
 
-    `platform` is JAX's name of the platform, or cuda and rocm for gpu; `compute_capability` an
-    NVIDIA GPU's, such as "9.0".
+    `platform` is JAX's name of it, or cuda and rocm for gpu; `compute_capability` such as "9.0".
     """
     if options.dtype != "auto":
         return options

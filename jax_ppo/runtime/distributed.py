@@ -110,10 +110,7 @@ def barrier(name: str) -> None:
 
 
 def allgather_json(value: Any) -> list[Any]:
-    """Return what all processes pass, as JSON can represent it, in their order.
-
-    Every process must call it, at the same point of its program.
-    """
+    """Gather the JSON values of all processes, in their order; every process must call it."""
     if jax.process_count() == 1:
         return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -164,11 +161,7 @@ def agree_on_signal(received: signal.Signals | None) -> signal.Signals | None:
 
 
 def run_on_main(function: Callable[[], object]) -> None:
-    """Call a function on the main process; the others wait for it.
-
-    Raises:
-      UserError: on every process: the function raised it, or an `OSError`, on the main process.
-    """
+    """Call a function on the main process; raise its `UserError` or `OSError` on all processes."""
     message = ""
     if is_main():
         try:

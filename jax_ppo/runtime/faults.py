@@ -159,10 +159,7 @@ def report_progress() -> None:
 
 
 def _disconnect() -> None:
-    """Wait until every process has done its work, and disconnect from them.
-
-    At exit, JAX would abort with a stack trace if a process died meanwhile.
-    """
+    """Wait for all processes, as JAX would abort if one died at exit, and disconnect."""
     import jax
 
     client = compat.distributed_state().client

@@ -72,11 +72,7 @@ def make_mesh(
 
 
 def _leave_devices(devices: list[jax.Device], count: int, processes: int) -> list[jax.Device]:
-    """Return all but `count` devices; raise `UserError` if they cannot be left.
-
-    Each process keeps and leaves equally many, since weights are copied to other devices inside a
-    process alone.
-    """
+    """Return all but the last `count` devices, as many of each process; may raise `UserError`."""
     option = f"config.rollout.mesh.devices={count}"
     if count % processes:
         raise UserError(
@@ -213,8 +209,7 @@ def validate_architecture(
 ) -> None:
     """Raise `UserError` if the mesh cannot split the model's dimensions evenly.
 
-    A decoder's heads need not be divisible (`pad_query_heads`, `copy_kv_heads`), only the
-    projections to them. Messages name the section `option`.
+    A decoder's heads may be uneven (`pad_query_heads`, `copy_kv_heads`). Messages name `option`.
     """
     a = architecture
     # The dimensions that each axis splits, by their names in messages; what there is none of is 0.

@@ -90,8 +90,7 @@ DECODE_RULES: Rules = tuple(_decoding_rule(*rule) for rule in ENCODER_RULES)
 def decode_rules(mesh: Mesh | AbstractMesh, num_kv_heads: int) -> Rules:
     """Return `DECODE_RULES`, with copies of the projections to keys and values if they need it.
 
-    A device computes whole heads: it computes one that it shares with others instead of receiving
-    it.
+    A device computes whole heads, also one that it shares with others.
     """
     if num_kv_heads % mesh.shape["model"] == 0:
         return DECODE_RULES
@@ -100,11 +99,7 @@ def decode_rules(mesh: Mesh | AbstractMesh, num_kv_heads: int) -> Rules:
 
 
 def tree_shardings(mesh: Mesh | AbstractMesh, tree: Any, rules: Rules) -> Any:
-    """Return the `NamedSharding` of each leaf of `tree`, arrays or shapes, by its path.
-
-    Raises:
-      ValueError: a path matches no rule.
-    """
+    """Return each leaf's `NamedSharding` by its path; raise `ValueError` if no rule matches."""
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -136,10 +131,7 @@ def rows(mesh: Mesh, axis: int = 0) -> NamedSharding:
 
 
 def batch_rows(mesh: Mesh, count: int) -> NamedSharding:
-    """Return the sharding of arrays of `count` rows: split, or whole if they do not divide evenly.
-
-    Such arrays are small; the packed rows that models run are always split.
-    """
+    """Return the sharding of `count` rows: split, or whole on each device if that is uneven."""
     return replicated(mesh) if count % row_shards(mesh) else rows(mesh)
 
 
@@ -155,10 +147,7 @@ def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
 
 
 def copied_rows(mesh: Mesh, groups: int) -> NamedSharding:
-    """Return the sharding of [G, N, ...], which splits N over the devices that hold copies of it.
-
-    G = `groups` is the number of parts that rows are split into; 1 if each device holds all.
-    """
+    """Return the sharding of [G, N, ...]: N over devices that hold copies of a group of rows."""
     if groups == 1:
         return NamedSharding(mesh, P(None, mesh.axis_names))
     return NamedSharding(mesh, P(ROWS, tuple(axis for axis in mesh.axis_names if axis not in ROWS)))

@@ -189,10 +189,7 @@ def handle_stop_signals(*, ends_process: bool) -> Iterator[_StopSignals | None]:
 
 
 def on_abrupt_end(announce: Callable[[str, int], None]) -> None:
-    """Have a function called with reason and exit code before a signal ends the process at once.
-
-    A thread calls it, and it must not wait for long.
-    """
+    """Have `announce(reason, code)` called, for a moment, before a signal ends the process."""
     _on_abrupt_end.append(announce)
 
 
@@ -221,10 +218,9 @@ def record_saved_step(step: int) -> None:
 
 @contextlib.contextmanager
 def limited(work: str) -> Iterator[heartbeat.Activity]:
-    """Mark work that delays the end of the run by LIMIT_SECONDS at most.
+    """Mark work that delays the end of the run by LIMIT_SECONDS at most; blocks do not nest.
 
-    The time counts from the signal or the start of the work, whichever is later. Blocks do not
-    nest.
+    The time counts from the signal or the start of the work, whichever is later.
     """
     with heartbeat.activity(work) as activity:
         signals = _active

@@ -169,10 +169,7 @@ def parse_topology(text: str) -> Topology:
 
 
 def prepare_environment(topology: Topology) -> None:
-    """Make JAX use CPU devices alone, as many as the machine has, before its first use of one.
-
-    A plan never touches an accelerator: a run may be using it.
-    """
+    """Make JAX use as many CPU devices as the machine has, and no accelerator: a run may use it."""
     os.environ |= {
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         # libtpu otherwise looks for the TPU that the machine belongs to, or for its lock.

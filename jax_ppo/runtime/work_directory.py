@@ -37,11 +37,7 @@ _lost_runs: dict[Path, str] = {}
 
 
 def validated(workdir: str | Path) -> str | Path:
-    """Return the work directory as an address or a path.
-
-    Raises:
-      UserError: it is an address that cannot be one of a work directory, or needs a package.
-    """
+    """Return the work directory as an address or a path; raise `UserError` for a wrong address."""
     if not remote.is_address(str(workdir)):
         return Path(workdir)
     remote.validate_address(str(workdir), "--workdir", schemes=("gs",))
@@ -127,11 +123,7 @@ def lost_run(folder: Path) -> str:
 
 
 def publish(folder: Path) -> None:
-    """Upload what has changed, if the folder stands for a bucket; call it on the main process.
-
-    Raises:
-      UserError: another run has claimed the work directory, or it cannot be written to.
-    """
+    """Upload what has changed to a bucket, on the main process; raise `UserError` if it fails."""
     if folder in _open_buckets:
         _open_buckets[folder].upload()
 

@@ -20,11 +20,7 @@ from jax_ppo.types import Params, Prompts, Rollout
 
 
 def resolve_engine(name: str) -> Callable[..., RolloutEngine]:
-    """Return the class that `rollout.engine` names; see `registries.RolloutEngineEntry`.
-
-    Raises:
-      UserError: a user-defined class cannot be imported or does not take mesh, actor and params.
-    """
+    """Return the class that `rollout.engine` names; raise `UserError` for an unfit one."""
     if name in ROLLOUT_ENGINES:
         return ROLLOUT_ENGINES[name].function
     return plugins.load_plugin(name, "rollout.engine", ("mesh", "actor", "params"), by_name=True)

@@ -61,10 +61,7 @@ class WeightPreparation:
         params: Params,
         trained_on: jax.sharding.Mesh | None = None,
     ) -> None:
-        """Prepare the programs; arguments as for `shape_decoding_weights`.
-
-        `trained_on` is the mesh of the parameters, if `mesh` has none of its devices.
-        """
+        """Prepare the programs; `trained_on`, if not `None`, is the mesh of the parameters."""
         weights = shape_decoding_weights(mesh, actor, params)
         layouts = jax.tree.map(lambda x: x.sharding, weights)
         self._trained_on = trained_on

@@ -67,10 +67,7 @@ def draw_next_tokens(
     keys_B: jax.Array,
     drawn_B: jax.Array,
 ) -> Draws:
-    """Draw the next token of each response; logits stay split over devices.
-
-    `hidden_BxD` are the hidden states of the tokens before; `drawn_B` counts the drawn tokens.
-    """
+    """Draw the token after each hidden state; `drawn_B` counts the tokens drawn before."""
     # Only one token per row, so these are logits [B, V], never [B, T, V].
     logits_BxV = heads.compute_logits(architecture, params, hidden_BxD)
     uniforms_Bx2 = token_uniforms(keys_B, drawn_B)
@@ -97,10 +94,7 @@ def forbidden_ends(
 def advance_stop_search(
     options: SamplingOptions, stop_B: jax.Array, tokens_B: jax.Array, drawn_B: jax.Array
 ) -> jax.Array:
-    """Return the states of the search for stop strings after one more token each, int32 [B].
-
-    `drawn_B`, [] or [B], counts the tokens of each response, these included.
-    """
+    """Return the states of the stop search after one more token, the `drawn_B`-th, int32 [B]."""
     if options.stop is None:
         return stop_B
     stop_B = options.stop.advance(stop_B, tokens_B)

@@ -72,10 +72,7 @@ def attend_over_parts(attention: Callable[..., jax.Array], shared: Any = None) -
 
 
 def _gather_row(part_RxT: jax.Array) -> jax.Array:
-    """Return [R, C T, ...] in the order of the columns, from the part [R, T, ...] of each device.
-
-    Part i of C has blocks i and 2 C - 1 - i.
-    """
+    """Return [R, C T, ...] in the order of the columns from the parts [R, T, ...] of C devices."""
     parts_CxRxT = jax.lax.all_gather(part_RxT, "context")
     first, mirrored = jnp.split(parts_CxRxT, 2, axis=2)
     blocks = jnp.moveaxis(jnp.concatenate([first, mirrored[::-1]]), 0, 1)

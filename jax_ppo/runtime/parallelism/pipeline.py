@@ -119,10 +119,7 @@ def _split_stages(function: Callable[..., tuple[Any, Any]]) -> Callable[..., tup
 
 
 def _gather_micro_batches(x_Rx: jax.Array) -> jax.Array:
-    """Give each of S stages a copy of all rows as micro-batches, [S, M, r, ...].
-
-    A micro-batch has r rows, one on each device of a stage. R is a multiple of `row_shards`.
-    """
+    """Give each of S stages a copy of all rows, [S, M, r, ...]: M micro-batches."""
 
     def gather(local_rows: jax.Array) -> jax.Array:
         all_rows = jax.lax.all_gather(local_rows, "stage", tiled=True)

@@ -31,10 +31,7 @@ def remaining_row_axes(mesh: AbstractMesh) -> tuple[str, ...] | None:
 
 
 def on_each_device(function: Function, in_specs: Any, out_specs: Any) -> Function:
-    """Make each device run `function` on its parts, which the remaining axes split.
-
-    It takes and returns arrays that `in_specs` and `out_specs` split, and may exchange data.
-    """
+    """Make each device run `function` on its parts, which the remaining axes split."""
     return jax.shard_map(
         function,
         in_specs=in_specs,

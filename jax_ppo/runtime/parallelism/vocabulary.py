@@ -199,15 +199,11 @@ def scatter_columns_for_tpu(local_VxD: jax.Array, dtype: DTypeLike) -> jax.Array
 
 
 def embedding_layouts(mesh: Mesh, params: Any) -> Any:
-    """Return the layout in which embeddings are moved to a mesh to decode on.
+    """Return the layouts in which embeddings are moved to a mesh to decode on, else `None`.
 
     The compiler cannot change columns that are split over all devices to rows that are split over
-    `model` without a copy of the table on each device, but through this layout it can. `params` are
-    arrays or shapes on another mesh of the same devices.
-
-    Returns:
-      A `NamedSharding` for each embedding that can be split so, else `None`, in the structure of
-      `params`.
+    `model` without a copy of the table on each device, but through these layouts it can. `params`
+    are arrays or shapes on another mesh of the same devices.
     """
     others = tuple(axis for axis in mesh.axis_names if axis != "model")
 

@@ -127,11 +127,7 @@ class ExternalEngine(RolloutEngine):
         return self.weights.with_name("adapters")
 
     def update_weights(self, params: Params) -> None:
-        """Export the weights, load them, and compare log-probs. See `RolloutEngine`.
-
-        Raises:
-          UserError: the engine samples from other weights than these.
-        """
+        """Export and load the weights; raise `UserError` if it then samples from others."""
         base, adapters = split_adapters(params)
         self.version += 1
         with jax.transfer_guard("allow"):
@@ -223,11 +219,7 @@ class ExternalEngine(RolloutEngine):
         return placed
 
     def _unused_adapters(self, base: Params, adapters: Params) -> list[str]:
-        """Return the projections whose adapters the engine seems to leave out.
-
-        Without them our log-probs are at least twice as near to its. Rounding makes no such
-        difference.
-        """
+        """Return the projections whose adapters the engine seems to leave out."""
         assert self.actor.lora is not None
         probe = self._sample_probe()
 
@@ -242,6 +234,7 @@ class ExternalEngine(RolloutEngine):
                 unused, least = [*unused, name], without
         if not with_all <= MAX_DIFFERENCE:
             return unused or list(self.actor.lora.targets)
+        # Rounding does not bring our log-probs twice as near.
         return unused if least < with_all / 2 else []
 
     def _compare(self, params: Params) -> None:

@@ -110,21 +110,11 @@ class ServerProcess:
 
 
 class RolloutServer:
-    """The server of a run.
-
-    Attributes:
-      setting: the option that says where it is, for messages.
-      is_ours: whether the run starts it.
-      protocol: how to talk to it, once `is_connected`.
-      is_connected: whether it has been connected to since it was started.
-    """
+    """The server of a run, which `is_ours` if the run starts it."""
 
     def __init__(self, options: RolloutOptions) -> None:
-        """Take the address, or choose a port of this machine for a vLLM; nothing is started.
-
-        Raises:
-          UserError: the interpreter has no vLLM.
-        """
+        """Take the address, or a port for a vLLM; raise `UserError` without a vLLM."""
+        # The option that says where the server is.
         url, self.setting = options.url, f"config.rollout.url={options.url!r}"
         self.is_ours = not url
         if self.is_ours:
@@ -138,7 +128,7 @@ class RolloutServer:
         # Proxies are for outside servers. The engine itself re-requests missing responses.
         self.client = HTTPClient(url.rstrip("/"), KEY_VARIABLE, options.url_timeout, by_proxy=False)
         self._process: ServerProcess | None = None
-        self.protocol, self.is_connected = ServerProtocol(), False
+        self.protocol, self.is_connected = ServerProtocol(), False  # until `connect` chooses
         self._has_run = False
 
     @property

@@ -102,8 +102,7 @@ class ServerEngine(ExternalEngine):
         seeds = (np.asarray(jax.vmap(jax.random.bits)(keys)) >> 1).tolist()
         responses: dict[int, Response] = {}
         attempts = 0
-        while len(responses) < len(prompts):
-            missing = [i for i in range(len(prompts)) if i not in responses]
+        while missing := [i for i in range(len(prompts)) if i not in responses]:
             requests = {i: (prompts[i], seeds[i], options) for i in missing}
             before = len(responses)
             fault = self._request_all(requests, responses)
