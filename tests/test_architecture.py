@@ -94,7 +94,7 @@ PRIVATE_PARTS = {
 }
 # Names that are public in spite of their underscore.
 PUBLIC_NAMES = {"_asdict", "_exit", "_fields", "_replace"}
-MOST_TAKERS_OF_CONFIG = 34
+MOST_TAKERS_OF_CONFIG = 31
 UNPICKLING = {"pickle", "cloudpickle", "dill", "joblib", "shelve"}
 # Public names that more than one module defines: `main` of commands, and what the two
 # implementations of models have in common.
