@@ -57,12 +57,16 @@ def initialize(options: schema.Distributed) -> None:
     jax.config.update("jax_enable_preemption_service", False)
     with _limited_start():
         try:
+            if arguments.get("process_id") == 0:
+                # JAX may crash where the port is in use.
+                _, _, port = arguments["coordinator_address"].rpartition(":")
+                socket.create_server(("", int(port))).close()
             jax.distributed.initialize(
                 **arguments,
                 initialization_timeout=2 * _START_SECONDS,
                 heartbeat_timeout_seconds=options.heartbeat_seconds,
             )
-        except jax.errors.JaxRuntimeError as error:
+        except (OSError, ValueError, OverflowError, jax.errors.JaxRuntimeError) as error:
             raise UserError(
                 f"JAX's coordination service cannot be used ({error}); is its port in use? "
                 "config.distributed.coordinator_address names another"
