@@ -95,6 +95,16 @@ def make_prompts(lengths=(5, 16, 1, 9), P=16, pad=0, seed=0):
     return Prompts(np.where(np.arange(P) < lengths[:, None], tokens, pad).astype(np.int32), lengths)
 
 
+def place_for_decoding(mesh, actor, prompts):
+    """Return parameters, prompts and key 0, split over a mesh as decoding has them."""
+    rules = sharding.decode_rules(mesh, actor.decoded.architecture.num_kv_heads)
+    return (
+        jax.device_put(actor.params, sharding.tree_shardings(mesh, actor.params, rules)),
+        jax.device_put(prompts, sharding.batch_rows(mesh, len(prompts.lengths))),
+        jax.device_put(jax.random.key(0), sharding.replicated(mesh)),
+    )
+
+
 def sample_on_mesh(mesh, model, params, prompts, options):
     """Return what the built-in engine draws from parameters in the layout of training."""
     with jax.set_mesh(mesh):

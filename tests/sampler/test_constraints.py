@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 
 from jax_ppo.config.schema import MeshShape
-from jax_ppo.runtime import sharding
 from jax_ppo.runtime.meshes import make_mesh
 from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.decode_loop import SamplingOptions, sampler_program
 from jax_ppo.sampler.text_search import search_for
-from tiny_actor import ARCHITECTURE, Actor, make_prompts
+from tiny_actor import ARCHITECTURE, Actor, make_prompts, place_for_decoding
 
 V = ARCHITECTURE.vocab_size
 LENGTHS = (5, 16, 1, 9, 2, 12, 7)
@@ -119,7 +118,6 @@ def test_an_end_is_drawn_and_searched_for_only_after_the_minimum(actor):
 def test_devices_that_split_rows_and_vocabulary_constrain_alike():
     actor = Actor(dataclasses.replace(ARCHITECTURE, vocab_size=68))
     mesh = make_mesh(MeshShape(data=2, fsdp=2, model=2))
-    rules = sharding.decode_rules(mesh, ARCHITECTURE.num_kv_heads)
     prompts = make_prompts(range(1, 17))
     options = {
         "n": 2,
@@ -130,11 +128,7 @@ def test_devices_that_split_rows_and_vocabulary_constrain_alike():
     with jax.set_mesh(mesh):
         split = sampler_program(
             actor.decoded, SamplingOptions(12, 1.0, slots=3, **options), split_rows
-        )(
-            jax.device_put(actor.params, sharding.tree_shardings(mesh, actor.params, rules)),
-            jax.device_put(prompts, sharding.rows(mesh)),
-            jax.device_put(jax.random.key(0), sharding.replicated(mesh)),
-        )
+        )(*place_for_decoding(mesh, actor, prompts))
     alone = actor.sample(prompts, **options)
     np.testing.assert_array_equal(split.responses, alone.responses)
     np.testing.assert_allclose(split.logprobs, alone.logprobs, atol=1e-5)

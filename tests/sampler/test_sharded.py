@@ -17,7 +17,7 @@ from jax_ppo.runtime.parallelism.vocabulary import WHOLE, split_vocabulary
 from jax_ppo.sampler import sampling
 from jax_ppo.sampler.decode_loop import SamplingOptions, sampler_program
 from jax_ppo.sampler.filters import Filters
-from tiny_actor import ARCHITECTURE, Actor, make_prompts
+from tiny_actor import ARCHITECTURE, Actor, make_prompts, place_for_decoding
 
 SHAPE_AXES = ("data", "fsdp", "model")
 OPTIONS = SamplingOptions(12, 1.0, n=2, eos_ids=(3, 7, 11), slots=3)
@@ -37,14 +37,7 @@ def split(actor, request):
     """Return the samples on a mesh of eight devices, and the compiled text."""
     shape = dict(zip(SHAPE_AXES, request.param, strict=True))
     mesh = meshes.make_mesh(MeshShape(**shape))
-    replicated = NamedSharding(mesh, PartitionSpec())
-    rules = sharding.decode_rules(mesh, ARCHITECTURE.num_kv_heads)
-    layout = sharding.tree_shardings(mesh, actor.params, rules)
-    args = (
-        jax.device_put(actor.params, layout),
-        jax.device_put(make_prompts(range(1, 17)), sharding.rows(mesh)),
-        jax.device_put(jax.random.key(0), replicated),
-    )
+    args = place_for_decoding(mesh, actor, make_prompts(range(1, 17)))
     with jax.set_mesh(mesh):
         sampler = sampler_program(actor.decoded, OPTIONS, split_rows)
         rollout = sampler(*args)
@@ -76,13 +69,9 @@ def test_prompts_that_the_devices_do_not_divide_get_the_samples_of_one(actor, sh
     prompts = make_prompts(range(1, 14))
     alone = sampler_program(actor.decoded, OPTIONS)(actor.params, prompts, jax.random.key(0))
     mesh = meshes.make_mesh(MeshShape(**shape))
-    rules = sharding.decode_rules(mesh, ARCHITECTURE.num_kv_heads)
-    params = jax.device_put(actor.params, sharding.tree_shardings(mesh, actor.params, rules))
     with jax.set_mesh(mesh):
         rollout = sampler_program(actor.decoded, OPTIONS, split_rows)(
-            params,
-            placement.place(prompts, sharding.batch_rows(mesh, 13)),
-            jax.device_put(jax.random.key(0), sharding.replicated(mesh)),
+            *place_for_decoding(mesh, actor, prompts)
         )
     assert len(rollout.lengths) == 26 and rollout.responses.sharding.is_fully_replicated
     for name in ("responses", "lengths", "truncated", "action_mask"):
@@ -214,16 +203,10 @@ def test_a_vocabulary_that_no_devices_divide_is_whole_on_each():
 def test_attention_that_no_compiler_can_split_is_run_by_each_device(actor, cudnn_anywhere, shape):
     """Rows and heads are split; each device runs its own."""
     mesh = meshes.make_mesh(MeshShape(**dict(zip(SHAPE_AXES, shape, strict=True))))
-    rules = sharding.decode_rules(mesh, ARCHITECTURE.num_kv_heads)
-    layout = sharding.tree_shardings(mesh, actor.params, rules)
     prompts = make_prompts(range(1, 17))
     with jax.set_mesh(mesh):
         sampler = sampler_program(actor.decoded.clone(decoding="cudnn"), OPTIONS, split_rows)
-        rollout = sampler(
-            jax.device_put(actor.params, layout),
-            jax.device_put(prompts, sharding.rows(mesh)),
-            jax.device_put(jax.random.key(0), NamedSharding(mesh, PartitionSpec())),
-        )
+        rollout = sampler(*place_for_decoding(mesh, actor, prompts))
     alone = sampler_program(actor.decoded, OPTIONS)(actor.params, prompts, jax.random.key(0))
     np.testing.assert_array_equal(rollout.responses, alone.responses)
     # Another layout rounds otherwise: by 2.4e-6 of a log-prob, measured.
