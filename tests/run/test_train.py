@@ -866,15 +866,16 @@ def watched(files: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Wa
 
         patch.setattr(owner, name, call)
 
-    save_if_due = life_cycle.StepLoop._save_if_due
+    evaluate_if_due = life_cycle.StepLoop._evaluate_if_due
 
-    def count_and_save(loop, state, quality) -> None:
+    def evaluate_and_count(loop, state):
+        quality = evaluate_if_due(loop, state)
         completed_steps = loop.completed_steps
         compiled_at_step[completed_steps] = len(compiled)
         calls_at_step[completed_steps] = calls.copy()
-        save_if_due(loop, state, quality)
         guard = "disallow" if completed_steps in (4, 5) else "allow"
         jax.config.update("jax_transfer_guard", guard)
+        return quality
 
     workdir = tmp_path_factory.mktemp("watched")
     options = ("--config.mesh.data=2", "--config.mesh.fsdp=4", "--config.trainer.save_freq=0")
@@ -883,7 +884,7 @@ def watched(files: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Wa
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
-            patch.setattr(life_cycle.StepLoop, "_save_if_due", count_and_save)
+            patch.setattr(life_cycle.StepLoop, "_evaluate_if_due", evaluate_and_count)
             for owner, name in (
                 (placement, "place"),
                 (placement, "to_host"),
