@@ -301,7 +301,7 @@ def test_two_texts_with_a_question_are_a_pair(name):
         ({"image": "a.png"}, "images, audio and video are not supported"),
         ({"figure": {"bytes": b"x", "path": None}}, "the column figure has"),
         ({"decoded_image_1": {"path": "a"}}, "not supported"),
-        ({"prompt": [user([{"type": "image"}, {"type": "text", "text": "x"}])]}, "no text"),
+        ({"prompt": [user([{"type": "image"}, {"type": "text", "text": "x"}])]}, "not text"),
     ],
 )
 def test_images_are_refused(extra, message):

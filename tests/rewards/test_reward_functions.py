@@ -99,7 +99,7 @@ def test_a_function_of_an_importable_module(module, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     batch = score_batch(resolve_reward_function(Reward(function="mine:echo")), [GSM8K], ["abc"])
     assert (batch.scores, batch.correct) == ([0.5], [1])
-    assert batch.extra == {"arguments": [4]}, "what is no number is left out"
+    assert batch.extra == {"arguments": [4]}, "what is not a number is left out"
 
 
 def test_a_failing_sample_costs_nobody_else_anything(module, caplog):
@@ -265,7 +265,7 @@ def test_what_cannot_be_reported_is_named_once(caplog):
         score_batch(lambda row, response: result, [SUM] * 2, ["a", "b"])
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2
-    assert all("is no number: it is not reported" in message for message in messages)
+    assert all("is not a number: it is not reported" in message for message in messages)
     assert "'said'" in messages[0] and "'two'" in messages[1]
 
 
