@@ -95,15 +95,15 @@ def override_options(
     # Steps that override a file's options replace its epochs, which would have no effect.
     if overrides.get("trainer.total_training_steps"):
         overrides = {**_defaults("trainer.total_epochs"), **overrides}
-    # Types are validated below, with errors that name the option, unlike ml_collections'; and so
-    # is a section in whose place the file has something else.
+    # Types, and sections that the file has replaced by other values, are validated below, with
+    # errors that name the option, unlike ml_collections'.
     with values.ignore_type(), contextlib.suppress(KeyError):
         values.update_from_flattened_dict(overrides)
     return from_config_dict(values, command)
 
 
 def parse_option(name: str, text: str) -> Any:
-    """Return an option's value as the command line has it; raise `UserError` for a wrong one."""
+    """Parse an option's value from the command line; raise `UserError` if it is invalid."""
     option = find_option(name)
     value: Any = text
     if text == UNSET and name in OPTIONAL:
@@ -133,10 +133,10 @@ def read_config_file(value: str, command: str = "train") -> "ml_collections.Conf
     values = config_files.call_get_config(value)
     _add_missing_options(values, defaults)
     if config_files.find_config_file(value)[1] == config_files.SMOKE:
-        # They have no small model to start from.
+        # Supervised training has no small model to start from.
         if command in SUPERVISED:
             raise UserError(f"--config={value}: supervised training has no smoke form")
-        _build_section(Config, values, "")  # refuses what is wrong before it is replaced
+        _build_section(Config, values, "")  # refuses invalid values before they are replaced
         with values.ignore_type():  # such as lists of files
             config_files.shrink(values, defaults)
     return values
@@ -150,8 +150,8 @@ def from_config_dict(
     frozen = _build_section(Config, config, "")
     if command == "critic":
         frozen = replace_options(frozen, {"trainer.critic_only": True})
-        # Whole returns: with lambda below 1 the targets would contain values of a critic that knows
-        # nothing yet (VC-PPO: Yuan et al. 2025, arXiv 2503.01491).
+        # Whole returns: with lambda below 1 the targets would contain values of an untrained critic
+        # (VC-PPO: Yuan et al. 2025, arXiv 2503.01491).
         if frozen.algorithm.critic_lam is None:
             frozen = replace_options(frozen, {"algorithm.critic_lam": 1.0})
         # Each row has one response, and rows are taken as they are: none is drawn or selected.
@@ -161,7 +161,7 @@ def from_config_dict(
             frozen = replace_options(frozen, _defaults(*unread))
     validation.validate_config(frozen, command)
     if command in COMMANDS and command not in PPO:  # `plan` is for a run of train
-        # Nothing else decodes while it learns.
+        # Only PPO decodes while it learns.
         frozen = replace_options(frozen, {"rollout.mesh.devices": 0})
     return frozen
 

@@ -86,7 +86,7 @@ def fills_alone(axis: str) -> OptionRule:
     )
 
 
-def compares(count: Callable[[Any], int]) -> tuple[OptionRule, OptionRule]:
+def compares_responses(count: Callable[[Any], int]) -> tuple[OptionRule, OptionRule]:
     """Return the rules that estimators and filters by group get several responses per prompt."""
     # The advantage of a single response within its group is always 0.
     return (
@@ -122,8 +122,9 @@ VALUES_TOKENS = OptionRule(
 CRITIC_HAS_TRUNK = option_is("critic.shared_trunk", False,
     "a critic that shares the actor's trunk has no separate trunk; leave it unset, or set "
     "config.critic.shared_trunk=False")
-HAS_OWN_CRITIC = OptionRule(lambda c: not c.shares_trunk, CRITIC_HAS_TRUNK.summary)
-WEIGHS = OptionRule(lambda c: c.algorithm.rollout_is != "none", "`algorithm.rollout_is` is set")
+CRITIC_IS_SEPARATE = OptionRule(lambda c: not c.shares_trunk, CRITIC_HAS_TRUNK.summary)
+HAS_IMPORTANCE_WEIGHTS = OptionRule(lambda c: c.algorithm.rollout_is != "none",
+    "`algorithm.rollout_is` is set")
 HAS_ROLLOUT_MESH = OptionRule(
     lambda c: c.rollout.mesh.model is not None or c.rollout.mesh.devices > 0,
     "`rollout.mesh.model` or `rollout.mesh.devices` is set",

@@ -25,7 +25,7 @@ from jax_ppo.config.option_rules import (
     REWARDS_BY_RULE,
     SEVERAL_TOKENS,
     STARTS_VLLM,
-    compares,
+    compares_responses,
     engine_is,
     engine_is_built_in,
     has_server,
@@ -194,7 +194,7 @@ class RolloutOptions(Sampling):
     min_p: float = redeclare(Sampling, "min_p", read_by=PPO)
     n: int = redeclare(Sampling, "n",
         read_by=PPO,
-        rules=(*compares(lambda c: c.rollout.n),))
+        rules=(*compares_responses(lambda c: c.rollout.n),))
     engine: str = option("built-in",
         "what generates responses; or your RolloutEngine, `module:Class` or `file.py:Class` "
         "(sampler/engine.py)",
@@ -302,7 +302,7 @@ class RolloutOptions(Sampling):
             OptionRule(lambda c: c.rollout.keep <= c.rollout.n, "it is at most `rollout.n`",
                 "expected at most config.rollout.n={c.rollout.n}"),
             DRAWN_ONCE,
-            *compares(lambda c: c.rollout.keep or c.rollout.n)))
+            *compares_responses(lambda c: c.rollout.keep or c.rollout.n)))
     keep_by: str = option("spread",
         "which responses are kept: spread, those whose scores differ most (PODS); best, those "
         "with the highest",

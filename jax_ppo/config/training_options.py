@@ -18,12 +18,13 @@ from jax_ppo.config.option import (
 )
 from jax_ppo.config.option_rules import (
     CRITIC_HAS_TRUNK,
+    CRITIC_IS_SEPARATE,
     DRAWN_ONCE,
     DRAWN_WITHIN_STEP,
     FILTERS_GROUPS,
     HAS_ADAPTERS,
     HAS_CRITIC,
-    HAS_OWN_CRITIC,
+    HAS_IMPORTANCE_WEIGHTS,
     HAS_TEACHER,
     NEWEST_WEIGHTS,
     REWARDS_BY_RULE,
@@ -31,7 +32,6 @@ from jax_ppo.config.option_rules import (
     TRAINS_ADAPTERS,
     USES_REFERENCE,
     VALUES_TOKENS,
-    WEIGHS,
     engine_is_built_in,
     estimator_reads,
     is_set,
@@ -293,14 +293,14 @@ class Critic:
         "head uses actor.optim and stops with actor.target_kl",
         fixed_on_resume=True, rules=(HAS_CRITIC,))
     optim: CriticOptim = section(CriticOptim,
-        rules=(HAS_OWN_CRITIC,))
+        rules=(CRITIC_IS_SEPARATE,))
     grad_clip: float = redeclare(Actor, "grad_clip",
-        rules=(HAS_OWN_CRITIC,))
+        rules=(CRITIC_IS_SEPARATE,))
     optimizer_offload: bool = option(False, "as the actor's",
-        rules=(HAS_OWN_CRITIC,))
+        rules=(CRITIC_IS_SEPARATE,))
     param_offload: bool = option(False,
         "keep the critic's parameters in the host's memory when it does not compute",
-        read_by=ADVANTAGES, rules=(HAS_OWN_CRITIC,))
+        read_by=ADVANTAGES, rules=(CRITIC_IS_SEPARATE,))
     ppo_mini_batch_size: int | None = option(None, "as the actor's; unset: the actor's",
         unit="prompts", at_least=1, rules=(CRITIC_HAS_TRUNK, unread_unless(HAS_CRITIC)))
     ppo_micro_batch_size_per_device: int | None = option(None, "as the actor's; unset: the actor's",
@@ -316,7 +316,7 @@ class Critic:
         "weight of the value loss; also scales the reported loss and gradient norm",
         above=0)
     router_aux_loss_coef: float = option(0.0, "as the actor's",
-        at_least=0, rules=(HAS_OWN_CRITIC, SEQUENCES_ARE_WHOLE))
+        at_least=0, rules=(CRITIC_IS_SEPARATE, SEQUENCES_ARE_WHOLE))
     normalize_values: bool = option(False,
         "train the critic on returns normalized by their running mean and deviation; "
         "cliprange_value then counts in standard deviations",
@@ -434,9 +434,9 @@ class Algorithm:
         "(rollout.max_staleness) or the sampler's rounding",
         choices=tuple(IMPORTANCE_WEIGHTS), read_by=POLICY, rules=(DRAWN_ONCE,))
     rollout_is_threshold: float = option(2.0, "upper bound of importance weights",
-        at_least=1, read_by=POLICY, rules=(WEIGHS,))
+        at_least=1, read_by=POLICY, rules=(HAS_IMPORTANCE_WEIGHTS,))
     rollout_is_lower: float = option(0.0, "lower bound of importance weights",
-        at_least=0, below=1, read_by=POLICY, rules=(WEIGHS,))
+        at_least=0, below=1, read_by=POLICY, rules=(HAS_IMPORTANCE_WEIGHTS,))
     rollout_is_masks: bool = option(False,
         "weights outside the bounds become 0, as in IcePop; off: they are truncated to the bounds",
-        read_by=POLICY, rules=(WEIGHS,))
+        read_by=POLICY, rules=(HAS_IMPORTANCE_WEIGHTS,))

@@ -1,4 +1,4 @@
-"""Apply the rules that the options state to each other: errors, and notes on what has no effect.
+"""Apply the rules of the options: errors, and notes on values that have no effect.
 
 Names, types and ranges of single options are validated in loading.py. Functions that validate raise
 `UserError` at the first problem.
@@ -17,7 +17,7 @@ from jax_ppo.registries import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSE
 
 def validate_config(config: Config, command: str) -> None:
     """Raise `UserError` for the first option, in the schema's order, that breaks a rule."""
-    # The others take a configuration of train.
+    # Other commands take a configuration of train.
     readers = {command} if command in SUPERVISED else {command, "train"}
     for option in all_options():
         value = option_value(config, option.name)
@@ -28,7 +28,7 @@ def validate_config(config: Config, command: str) -> None:
             if value == option.default and not rule.at_default:
                 applies = False
             if applies and rule.message and not rule.is_met(config):
-                # The meaning of an empty value to other commands does not help here.
+                # Leave out what an empty value means to other commands.
                 meaning = option.facts.doc.partition("; empty")[0]
                 problem = rule.message.format(
                     c=config, command=command, default=option.default, meaning=meaning
@@ -153,8 +153,8 @@ def _note_losses(actor: Actor, algorithm: Algorithm, updates_once: bool) -> Iter
         )
     loss = POLICY_LOSSES.lookup(actor.policy_loss)
     # A range that the user set is intended, whatever its size.
-    has_own_range = actor.clip_ratio_low is not None or actor.clip_ratio_high is not None
-    if loss.authors_clip and not has_own_range:
+    sets_range = actor.clip_ratio_low is not None or actor.clip_ratio_high is not None
+    if loss.authors_clip and not sets_range:
         low, high = loss.authors_clip
         yield (
             f"config.actor.policy_loss={loss.name!r}: config.actor.clip_ratio={actor.clip_ratio} "
@@ -174,7 +174,7 @@ def note_unread_options(config: Config, *commands: str) -> Iterator[str]:
         value = option_value(config, option.name)
         # An option at its default was not set by the user.
         if value != option.default and not {*commands} & {*option.read_by}:
-            # The others take a configuration of train.
+            # Other commands take a configuration of train.
             commands_of_option = ("train",) if "train" in option.read_by else option.read_by
             readers = " and ".join(f"jax_ppo.{reader}" for reader in commands_of_option)
             yield f"config.{option.name}={value!r} is not read: it belongs to {readers}"
@@ -183,9 +183,9 @@ def note_unread_options(config: Config, *commands: str) -> Iterator[str]:
 def note_long_warmups(
     total_steps: int, critic_warmup: int, optims: Mapping[str, Optim]
 ) -> Iterator[str]:
-    """Yield notes if the run is over before a model is trained at its full rate, or at all.
+    """Yield notes if the run ends before a model is trained at its full rate, or at all.
 
-    `optims` are the optimizers of what is trained, by section: actor, critic or supervised.
+    `optims` are the optimizers of the trained models, by section: actor, critic or supervised.
     """
     for section, optim in optims.items():
         steps = total_steps - critic_warmup * (section == "actor")

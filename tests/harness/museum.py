@@ -1500,7 +1500,7 @@ MOMENTS_AND_SHAPING = [
         name="one_response_compared_to_itself",
         source="verl#7581: RLOO with rollout.n = 1 silently learned nothing",
         test="tests/config/test_loading.py::test_impossible_values_are_named",
-        where="compares",
+        where="compares_responses",
         old=(
             "count(c) > 1 "
             "or not ADVANTAGE_ESTIMATORS.lookup(c.algorithm.adv_estimator).needs_groups"
