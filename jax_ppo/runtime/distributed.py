@@ -33,7 +33,6 @@ SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID",
 # Keys of the store that JAX's coordination service shares between the processes.
 _STOP_REQUESTS = "jax_ppo/stop/requests"
 _STOP_DECISIONS = "jax_ppo/stop/decisions"
-_FOREVER_MS = 7 * 24 * 3600 * 1000
 _stop_questions = itertools.count()
 # Hosts may start minutes apart. JAX's own limit is as long, but aborts with a stack trace.
 _START_SECONDS = 300
@@ -160,7 +159,7 @@ def agree_on_signal(received: signal.Signals | None) -> signal.Signals | None:
         number = signal.SIGINT if signal.SIGINT in requests else max(requests, default=0)
         client.key_value_set(decision, str(int(number)))
     # Without a time limit: the heartbeats end a process whose main process is dead.
-    number = int(client.blocking_key_value_get(decision, _FOREVER_MS))
+    number = int(client.blocking_key_value_get(decision, faults.FOREVER_MS))
     return signal.Signals(number) if number else None
 
 

@@ -29,7 +29,7 @@ from jax_ppo.runtime import compat
 LOST_EXIT_CODE = os.EX_TEMPFAIL
 _SIGNAL_EXIT_CODES = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 _FAILURE = "jax_ppo/failure"  # in the store of JAX's coordination service
-_FOREVER_MS = 7 * 24 * 3600 * 1000
+FOREVER_MS = 7 * 24 * 3600 * 1000
 _LAST_BARRIER_MS = 3600 * 1000  # one process may still upload what another has ready
 # How long a process whose collective failed waits for the reason of another process.
 _REASON_SECONDS = 5
@@ -90,7 +90,7 @@ def end_with_others() -> None:
     def wait() -> None:
         # At the end of the run the call fails.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            failure = json.loads(state.client.blocking_key_value_get(_FAILURE, _FOREVER_MS))
+            failure = json.loads(state.client.blocking_key_value_get(_FAILURE, FOREVER_MS))
             if failure["process"] != state.process_id:
                 end_abruptly(f"process {failure['process']}: {failure['reason']}", failure["code"])
 
