@@ -26,7 +26,7 @@ from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.sampler.text_search import TextSearch, search_for
 from jax_ppo.storage import remote
-from jax_ppo.storage.paths import expand_local_path
+from jax_ppo.storage.local_files import expand_local_path
 from jax_ppo.training.networks import Folders
 from jax_ppo.training.roles import read_networks
 from jax_ppo.types import Prompts

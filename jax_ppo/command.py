@@ -45,7 +45,7 @@ def run_command(arguments: list[str], command: str) -> None:
             options, workdir = command_line.read_command_line(arguments, command)
             if command == "score":
                 from jax_ppo.data.response_rows import find_response_files
-                from jax_ppo.storage.paths import expand_local_path
+                from jax_ppo.storage.local_files import expand_local_path
 
                 option = "config.score.file"
                 find_response_files(expand_local_path(options.score.file, option), option)
@@ -149,13 +149,13 @@ def _run_date(model_path: str, folder: Path, evaluates: bool) -> str:
 
 def _explain_write_error(error: OSError, folder: Path, workdir: str | Path) -> UserError | None:
     """Return what to do about a file of the run that could not be written; `None` for others."""
-    from jax_ppo.storage import disk_space
+    from jax_ppo.storage import local_files
 
     # It may be bytes, or the number of an open file, in functions of the user.
     path = Path(error.filename if isinstance(error.filename, str | os.PathLike) else "")
     written = path.name or "a file of the run"
-    if disk_space.is_disk_full(error):
-        return disk_space.disk_full_error(folder, written, cause=error)
+    if local_files.is_disk_full(error):
+        return local_files.disk_full_error(folder, written, cause=error)
     if folder not in path.parents:
         return None
     return UserError(

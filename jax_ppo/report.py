@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from jax_ppo.errors import UserError, exit_on_user_error
-from jax_ppo.storage.paths import expand_local_path
+from jax_ppo.storage.local_files import expand_local_path
 
 USAGE = """\
 usage: python -m jax_ppo.report RUN [RUN ...] [--out=FILE]

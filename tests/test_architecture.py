@@ -64,9 +64,8 @@ COMMANDS = {
 # The files that say how arrays are split: layouts, and what devices exchange.
 PARTITION_SPECS = {
     "jax_ppo/runtime/sharding.py",
-    "jax_ppo/runtime/parallelism/context.py",
+    "jax_ppo/runtime/parallelism/split_attention.py",
     "jax_ppo/runtime/parallelism/experts.py",
-    "jax_ppo/runtime/parallelism/heads.py",
     "jax_ppo/runtime/parallelism/rows.py",
     "jax_ppo/runtime/parallelism/pipeline.py",
     "jax_ppo/runtime/parallelism/vocabulary.py",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from jax_ppo.config.plugins import folder_importable
 from jax_ppo.errors import UserError, nearest_name, shorten
-from jax_ppo.storage.paths import expand_local_path
+from jax_ppo.storage.local_files import expand_local_path
 
 if TYPE_CHECKING:
     import ml_collections

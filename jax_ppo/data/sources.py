@@ -36,7 +36,7 @@ from jax_ppo.data import files, hub_files, row_formats
 from jax_ppo.data.columns import Columns, find_label, ignored_columns, is_missing
 from jax_ppo.data.messages import prompt_texts
 from jax_ppo.errors import UserError, did_you_mean, shorten
-from jax_ppo.storage import downloads, paths, remote
+from jax_ppo.storage import downloads, local_files, remote
 from jax_ppo.types import Example
 
 # The generated sources: a function of (count, split, seed) each, imported only when it is named.
@@ -249,7 +249,7 @@ def _locate_files(name: str, source: str, option: str) -> list[Path]:
     if is_remote and files.has_suffix(name):
         return [downloads.download_file(name, option)]
     if not is_remote:
-        path = paths.expand_local_path(name, option)
+        path = local_files.expand_local_path(name, option)
         # A file of this very name takes precedence.
         if _is_pattern(name) and not path.exists():
             return files.find_matching_files(path, option)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from jax_ppo.errors import UserError, did_you_mean
-from jax_ppo.storage import downloads, hub, paths, remote
+from jax_ppo.storage import downloads, hub, local_files, remote
 from jax_ppo.thoughts import is_part_of_mark
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def load_tokenizer(
         folder = downloads.download_folder(path, option, _DOWNLOADED_FILES)
     else:
         # An existing folder takes precedence over a model of the same name on the hub.
-        folder = paths.expand_local_path(path, option)
+        folder = local_files.expand_local_path(path, option)
         if not folder.is_dir():
             folder = _download_tokenizer(path, option)
     from transformers import AutoTokenizer

@@ -43,8 +43,12 @@ from jax_ppo.models.attention_kernels import (
     make_splash_kernel,
     run_splash_kernel,
 )
-from jax_ppo.runtime.parallelism.context import RowPart, attend_over_parts, num_row_parts
-from jax_ppo.runtime.parallelism.heads import split_heads
+from jax_ppo.runtime.parallelism.split_attention import (
+    RowPart,
+    attend_over_parts,
+    num_row_parts,
+    split_heads,
+)
 
 # Queries per block and blocks per row in `xla_attention`.
 MIN_QUERY_BLOCK = 64

@@ -27,7 +27,7 @@ from jax_ppo.kernels import vocabulary_chunks
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.attention import MASKED_LOGIT, softmax_with_sinks
 from jax_ppo.models.attention_kernels import cudnn_products
-from jax_ppo.runtime.parallelism.heads import split_heads
+from jax_ppo.runtime.parallelism.split_attention import split_heads
 
 # Programs whose keys have the columns last.
 TRANSPOSED = ("cpu", "gpu")

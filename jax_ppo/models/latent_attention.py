@@ -29,7 +29,11 @@ from jax_ppo.models.attention import Segments
 from jax_ppo.models.cache import Columns, attend_to_cache, write_tokens
 from jax_ppo.models.layers import ATTENTION_OUTPUT, Attention, Dense, Layer, LayerKind, RMSNorm
 from jax_ppo.models.quantization import converted_kernel
-from jax_ppo.runtime.parallelism.heads import copy_kv_heads, drop_padded_heads, pad_query_heads
+from jax_ppo.runtime.parallelism.split_attention import (
+    copy_kv_heads,
+    drop_padded_heads,
+    pad_query_heads,
+)
 
 # The epsilon of the norms of latents, which config.json does not change.
 LATENT_EPSILON = 1e-6

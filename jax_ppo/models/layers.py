@@ -19,8 +19,12 @@ from jax_ppo.models.cache import Columns, LayerCache, attend_to_cache, write_tok
 from jax_ppo.models.experts import ExpertMLP
 from jax_ppo.models.lora import Lora
 from jax_ppo.models.quantization import converted_kernel
-from jax_ppo.runtime.parallelism.context import num_row_parts
-from jax_ppo.runtime.parallelism.heads import copy_kv_heads, drop_padded_heads, pad_query_heads
+from jax_ppo.runtime.parallelism.split_attention import (
+    copy_kv_heads,
+    drop_padded_heads,
+    num_row_parts,
+    pad_query_heads,
+)
 
 ACTIVATION_FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": nn.silu,

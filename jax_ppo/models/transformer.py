@@ -70,8 +70,8 @@ from jax_ppo.models.layers import (
     multiply,
 )
 from jax_ppo.models.recurrent_layers import ConvolutionLayer, DeltaLayer
-from jax_ppo.runtime.parallelism.context import num_row_parts
 from jax_ppo.runtime.parallelism.pipeline import num_stages, run_stages
+from jax_ppo.runtime.parallelism.split_attention import num_row_parts
 from jax_ppo.runtime.parallelism.vocabulary import look_up_embedding
 from jax_ppo.types import Params
 

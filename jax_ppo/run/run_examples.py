@@ -27,7 +27,7 @@ from jax_ppo.reporting.files import write_json_lines
 from jax_ppo.rewards import reward_functions, row_rules
 from jax_ppo.run.run_models import load_model_tokenizer
 from jax_ppo.runtime import distributed, heartbeat, signals
-from jax_ppo.storage.paths import expand_local_path
+from jax_ppo.storage.local_files import expand_local_path
 from jax_ppo.types import Example
 
 _SCORE_FILE = "config.score.file"

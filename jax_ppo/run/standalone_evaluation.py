@@ -20,7 +20,7 @@ from jax_ppo.run.parts import PPORun
 from jax_ppo.run.reporter import Reporter
 from jax_ppo.runtime import compiled_programs, meshes
 from jax_ppo.sampler import engine
-from jax_ppo.storage import paths
+from jax_ppo.storage import local_files
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.progress import Progress
 from jax_ppo.training.roles import SMALL_MODEL
@@ -66,7 +66,7 @@ def find_checkpoint(model_path: str) -> Path | None:
     """Return the checkpoint of a run that a path names, `None` if it names something else."""
     path = Path(model_path)
     # Other models may be in a folder of this name, too.
-    is_step = path.name.isdecimal() and path.parent.name == paths.CHECKPOINTS
+    is_step = path.name.isdecimal() and path.parent.name == local_files.CHECKPOINTS
     return path if is_step and path.is_dir() else None
 
 
@@ -76,7 +76,7 @@ def with_exported_actor(model: Model) -> Model:
     if model.path and (path / "actor" / "config.json").exists():
         return dataclasses.replace(model, path=str(path / "actor"))
     if model.path and (path / "training_metrics.csv").exists():
-        checkpoints = path / paths.CHECKPOINTS
+        checkpoints = path / local_files.CHECKPOINTS
         steps = [int(x.name) for x in checkpoints.glob("*") if x.name.isdecimal() and x.is_dir()]
         remedy = "it has no checkpoint either"
         if steps:

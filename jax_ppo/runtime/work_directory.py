@@ -20,7 +20,7 @@ import jax
 
 from jax_ppo.errors import UserError
 from jax_ppo.runtime import distributed, signals
-from jax_ppo.storage import paths, remote
+from jax_ppo.storage import local_files, remote
 from jax_ppo.storage.bucket_folder import BucketFolder
 
 LOCK_FILE = "lock"
@@ -91,7 +91,7 @@ def _open_bucket(address: str, report: _Report) -> Iterator[Path]:
 
 def checkpoint_directory(folder: str | Path) -> str:
     """Return where the checkpoints of a run are, from its work directory."""
-    return f"{shown_path(folder)}/{paths.CHECKPOINTS}"
+    return f"{shown_path(folder)}/{local_files.CHECKPOINTS}"
 
 
 def shown_path(folder: str | Path) -> str:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jax_ppo.models.cache import empty_cache, empty_state, write_rows
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.runtime.parallelism.heads import num_split_kv_heads
+from jax_ppo.runtime.parallelism.split_attention import num_split_kv_heads
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.routing import RoutingRecord, empty_record, record_entries

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_ppo.errors import UserError, did_you_mean, shorten
-from jax_ppo.storage import disk_space, remote
+from jax_ppo.storage import local_files, remote
 from jax_ppo.storage.remote import RemoteFile
 
 THREADS = 8
@@ -114,7 +114,7 @@ def _download(address: str, option: str, files: Mapping[str, RemoteFile]) -> Pat
         partial.mkdir(exist_ok=True)
         total = sum(file.size for file in files.values())
         present = sum(path.stat().st_size for path in partial.iterdir())
-        disk_space.require_free_space(partial, total - present, f"the download of {address}")
+        local_files.require_free_space(partial, total - present, f"the download of {address}")
         with (
             remote.reported_errors(address, option),
             tqdm(total=total, unit="B", unit_scale=True, desc=shorten(address, 40)) as bar,
@@ -122,9 +122,9 @@ def _download(address: str, option: str, files: Mapping[str, RemoteFile]) -> Pat
             try:
                 fetch_files(address, files, partial, bar.update)
             except OSError as error:
-                if not disk_space.is_disk_full(error):
+                if not local_files.is_disk_full(error):
                     raise
-                raise disk_space.disk_full_error(partial, f"the download of {address}") from error
+                raise local_files.disk_full_error(partial, f"the download of {address}") from error
         partial.rename(folder)
     return folder
 

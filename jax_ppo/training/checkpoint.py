@@ -31,7 +31,7 @@ from orbax.checkpoint import checkpoint_managers
 
 from jax_ppo.errors import UserError
 from jax_ppo.runtime import distributed, heartbeat, signals
-from jax_ppo.storage import disk_space, remote
+from jax_ppo.storage import local_files, remote
 from jax_ppo.training import checksums
 
 META = "meta"
@@ -171,7 +171,7 @@ class Checkpointer:
             # Checked beforehand, since tensorstore has no short error for a full disk.
             if not self._is_remote:
                 what = f"the checkpoint of step {step}"
-                disk_space.require_free_space(Path(self._directory), num_bytes, what)
+                local_files.require_free_space(Path(self._directory), num_bytes, what)
             self._before_save()
 
         distributed.run_on_main(prepare)
@@ -254,10 +254,10 @@ class Checkpointer:
         try:
             yield
         except Exception as error:
-            if self._is_remote or not disk_space.is_disk_full(error):
+            if self._is_remote or not local_files.is_disk_full(error):
                 raise
             step, needed = self._saving
-            full = disk_space.disk_full_error(
+            full = local_files.disk_full_error(
                 Path(self._directory), f"the checkpoint of step {step}", needed, cause=error
             )
             # Without the cause, whose frames hold the writers that were not awaited.
@@ -331,7 +331,7 @@ def _is_worth_showing(record: logging.LogRecord) -> bool:
     """
     error = record.exc_info[1] if record.exc_info else None
     text = record.getMessage()
-    is_of_full_disk = disk_space.is_disk_full(error) or disk_space.is_disk_full(Exception(text))
+    is_of_full_disk = local_files.is_disk_full(error) or local_files.is_disk_full(Exception(text))
     expected = ("cannot schedule new futures", "directory is read only", "read_only=True, setting")
     return not is_of_full_disk and not any(part in text for part in expected)
 

@@ -18,7 +18,7 @@ from jax_ppo.models.attention_kernels import (
     select_attention_program,
 )
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.runtime.parallelism.context import num_row_parts
+from jax_ppo.runtime.parallelism.split_attention import num_row_parts
 
 
 def packed_row_length(packing: PackingOptions, attention: str, longest: int, parts: int) -> int:

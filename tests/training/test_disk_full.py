@@ -13,7 +13,7 @@ import pytest
 from jax_ppo import command
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.weight_files import write_weights
-from jax_ppo.storage import disk_space
+from jax_ppo.storage import local_files
 from jax_ppo.training import checkpoint
 from jax_ppo.training.checkpoint import Checkpointer
 
@@ -112,13 +112,13 @@ def test_any_file_of_the_run_that_does_not_fit_is_one_line(tmp_path):
 def test_a_cause_is_looked_for():
     error = RuntimeError("failed")
     error.__cause__ = OSError(errno.EDQUOT, "Disk quota exceeded")
-    assert disk_space.is_disk_full(error) and not disk_space.is_disk_full(RuntimeError("failed"))
+    assert local_files.is_disk_full(error) and not local_files.is_disk_full(RuntimeError("failed"))
 
 
 def test_a_limit_on_the_size_of_files_is_named(tmp_path):
     cause = ValueError("OUT_OF_RANGE: Error writing local file 'x': File too large")
-    assert disk_space.is_disk_full(cause)
-    message = str(disk_space.disk_full_error(tmp_path, "the checkpoint of step 3", 1, cause))
+    assert local_files.is_disk_full(cause)
+    message = str(local_files.disk_full_error(tmp_path, "the checkpoint of step 3", 1, cause))
     assert "`ulimit -f`" in message and "Raise the limit" in message and "full" not in message
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from jax_ppo.errors import UserError, nearest_name
 from jax_ppo.models.hf.fields import quote_value, read_json_object
-from jax_ppo.storage import downloads, hub, paths, remote
-from jax_ppo.storage.paths import expand_local_path
+from jax_ppo.storage import downloads, hub, local_files, remote
+from jax_ppo.storage.local_files import expand_local_path
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -91,7 +91,7 @@ def resolve_model_folder(
 
 def _refuse_run(folder: Path, setting: str) -> None:
     """Raise `UserError` for the work directory of a run, or a checkpoint in it: no models."""
-    run = folder.parents[1] if folder.parent.name == paths.CHECKPOINTS else folder
+    run = folder.parents[1] if folder.parent.name == local_files.CHECKPOINTS else folder
     if not (run / "training_metrics.csv").exists() or any(folder.glob("*.safetensors")):
         return
     models = sorted(str(file.parent) for file in run.glob("*/config.json"))

@@ -23,7 +23,7 @@ from jax_ppo.models.hf.names import adapter_tensor_table
 from jax_ppo.models.hf.tensors import TensorTable
 from jax_ppo.models.lora import Lora, merge_kernel
 from jax_ppo.runtime import distributed, sharding, work_directory
-from jax_ppo.storage import disk_space
+from jax_ppo.storage import local_files
 from jax_ppo.types import Params
 
 GIB = 1024**3
@@ -92,7 +92,7 @@ def write_weights(
         needed = total_bytes
         if bucket and not only_file:
             needed = min(total_bytes, MAX_SHARD_BYTES)
-        disk_space.require_free_space(folder.parent, needed, "an export of the weights")
+        local_files.require_free_space(folder.parent, needed, "an export of the weights")
     shards = _split_into_shards(rows, itemsize, total_bytes if only_file else MAX_SHARD_BYTES)
     count = len(shards)
     names = [only_file or SINGLE_FILE]

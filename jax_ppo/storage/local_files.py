@@ -1,10 +1,12 @@
-"""Free space on the disks that a run writes to, and the errors of full disks."""
+"""Local paths that options name, free space on their disks, and the errors of full disks."""
 
 import errno
 import shutil
 from pathlib import Path
 
-from jax_ppo.errors import UserError
+from jax_ppo.errors import UserError, shorten
+
+CHECKPOINTS = "checkpoints"  # the folder of checkpoints in a work directory
 
 # EFBIG: beyond the limit of this process (ulimit -f) or of the file system on the size of a file.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -15,6 +17,21 @@ _FULL_TEXTS = (
     "Disk quota exceeded",
     "File too large",
 )
+
+
+def expand_local_path(path: str, option: str) -> Path:
+    """Return the path in an option, which need not exist, with `~` and `~USER` replaced.
+
+    Raise `UserError` if there is no such user, or if the operating system refuses to look the path
+    up, for example because it is too long. `Path.is_file` and `is_dir` do not raise for the result.
+    """
+    try:
+        expanded = Path(path).expanduser()
+        expanded.exists()
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{option}={shorten(path)!r}: not a usable path: {reason}") from error
+    return expanded
 
 
 def require_free_space(folder: Path, needed: int, what: str) -> None:

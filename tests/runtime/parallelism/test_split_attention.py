@@ -11,7 +11,7 @@ import tiny
 from hlo import read_collectives
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import placement, sharding
-from jax_ppo.runtime.parallelism.heads import (
+from jax_ppo.runtime.parallelism.split_attention import (
     copy_kv_heads,
     drop_padded_heads,
     num_padded_query_heads,
