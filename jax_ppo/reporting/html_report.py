@@ -149,7 +149,7 @@ def write_scores_page(
     """Write a page of responses whose tokens have figures, without curves.
 
     `options` are all options, as config.json has them; `status` is one line about the responses,
-    `notes` are further ones. The records are as `run.sample_records` makes them.
+    `notes` are further ones. The records are as `run.sample_reports` makes them.
     """
     name = options["experiment_name"]
     run = {

@@ -16,7 +16,7 @@ from jax_ppo.run import critic_quality
 from jax_ppo.run.evaluation_statistics import describe_prompts
 from jax_ppo.run.life_cycle import EvaluationFailed
 from jax_ppo.run.parts import PPORun
-from jax_ppo.run.sample_records import describe_samples
+from jax_ppo.run.sample_reports import describe_samples
 from jax_ppo.runtime import heartbeat, placement
 from jax_ppo.runtime.devices import release_freed_memory
 from jax_ppo.training.random_streams import Stream
@@ -38,7 +38,7 @@ class Evaluation:
     # Further statistics by name: see `evaluation_statistics.describe_prompts`; and the
     # environment's metrics.
     figures: dict[str, float]
-    # All responses, those to a prompt one after the other: see `sample_records`.
+    # All responses, those to a prompt one after the other: see `sample_reports`.
     records: list[dict[str, Any]]
     responses_per_prompt: int
     # Responses that the rule failed on: they have the fallback score, and the accuracy does not

@@ -25,7 +25,7 @@ from jax_ppo.run.export import export_models, refuse_foreign_exports
 from jax_ppo.run.parts import PPORun
 from jax_ppo.run.reporter import Reporter
 from jax_ppo.run.run_examples import fingerprint_data, read_given_responses
-from jax_ppo.run.sample_metrics import measure_sampling
+from jax_ppo.run.sample_reports import measure_sampling
 from jax_ppo.runtime import compiled_programs, distributed
 from jax_ppo.sampler import engine
 from jax_ppo.training.checkpoint import Checkpointer

@@ -17,7 +17,7 @@ from jax_ppo.rewards.batch import Miss, describe_misses
 from jax_ppo.run.diagnostics import Diagnosis, nothing_is_left
 from jax_ppo.run.evaluation import Evaluation
 from jax_ppo.run.parts import PPORun
-from jax_ppo.run.sample_records import describe_step
+from jax_ppo.run.sample_reports import describe_step
 from jax_ppo.runtime.compiled_programs import Compilations
 from jax_ppo.training.progress import Progress
 from jax_ppo.types import with_nan

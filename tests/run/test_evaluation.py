@@ -8,7 +8,7 @@ import pytest
 from jax_ppo.data.prompt_batches import evaluation_batches
 from jax_ppo.data.tokenize_prompts import PromptDataset
 from jax_ppo.run.evaluation import evaluate
-from jax_ppo.run.sample_metrics import measure_sampling
+from jax_ppo.run.sample_reports import measure_sampling
 from jax_ppo.types import NOTHING, Example, Rollout, with_nan
 
 N = 2  # responses per prompt
