@@ -36,10 +36,7 @@ _FIRST, _SECOND = "first-content", "second-content"
 
 
 def encode_prompt(
-    tokenizer: Tokenizer,
-    prompt: Prompt,
-    chat_template: ChatTemplate = True,
-    tools: Tools = (),
+    tokenizer: Tokenizer, prompt: Prompt, chat_template: ChatTemplate = True, tools: Tools = ()
 ) -> list[int]:
     """Return the token ids of a prompt, up to the first token of the response.
 
@@ -121,10 +118,7 @@ def _end_turn(tokenizer: Tokenizer, ids: list[int], ends: set[int]) -> list[int]
 
 
 def render_prompt(
-    tokenizer: Tokenizer,
-    prompt: Prompt,
-    chat_template: ChatTemplate,
-    tools: Tools = (),
+    tokenizer: Tokenizer, prompt: Prompt, chat_template: ChatTemplate, tools: Tools = ()
 ) -> tuple[str, bool]:
     """Return the text, and whether the tokenizer adds its special tokens to it."""
     if isinstance(prompt, str):

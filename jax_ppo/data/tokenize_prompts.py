@@ -257,10 +257,7 @@ def _report_unread_parts(
 
 
 def _render_example(
-    example: Example,
-    tokenizer: Tokenizer,
-    chat_template: ChatTemplate,
-    location: str,
+    example: Example, tokenizer: Tokenizer, chat_template: ChatTemplate, location: str
 ) -> tuple[str, bool]:
     """Return the text of a prompt, and whether the tokenizer adds its special tokens to it."""
     # Checked before rendering, since a chat template renders an empty prompt as text.

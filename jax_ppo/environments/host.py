@@ -18,12 +18,7 @@ import numpy as np
 from jax_ppo.data.chat_templates import CHARACTERS_PER_TOKEN, MessageFrame
 from jax_ppo.data.messages import prompt_texts
 from jax_ppo.data.tokenizer import decode_texts, encode_text
-from jax_ppo.environments.protocol import (
-    FAILED,
-    FAILURES,
-    EnvironmentLost,
-    TextEnvironment,
-)
+from jax_ppo.environments.protocol import FAILED, FAILURES, EnvironmentLost, TextEnvironment
 from jax_ppo.environments.timed_threads import CallResult, CallTimeout, TimedThreads
 from jax_ppo.errors import UserError, did_you_mean, printable_lines, shorten
 from jax_ppo.http_client import RequestFault

@@ -46,10 +46,7 @@ class CurveFile:
         """Append a row, or merge the metrics into the last row if it is of the same step."""
         row = {"step": str(step)} | {name: repr(float(x)) for name, x in metrics.items()}
         if step != self._last_step and row.keys() <= set(self._columns):
-            with (
-                named_file(self._path),
-                self._path.open("a", newline="", encoding="utf-8") as file,
-            ):
+            with named_file(self._path), self._path.open("a", newline="", encoding="utf-8") as file:
                 csv.DictWriter(file, self._columns, lineterminator="\n").writerow(row)
             self._last_step = step
             return

@@ -19,13 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jax_ppo.errors import UserError, did_you_mean, shorten
-from jax_ppo.rewards.samples import (
-    Outcome,
-    RewardResult,
-    RewardRow,
-    failure_of,
-    validate_result,
-)
+from jax_ppo.rewards.samples import Outcome, RewardResult, RewardRow, failure_of, validate_result
 
 if TYPE_CHECKING:  # `jax_ppo.types` imports jax, which reward workers do not load
     from jax_ppo.types import Example

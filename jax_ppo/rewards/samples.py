@@ -33,10 +33,7 @@ class RewardRow(NamedTuple):
 
     @classmethod
     def from_example(
-        cls,
-        example: "Example",
-        completion_ids: Sequence[int] | np.ndarray = (),
-        thought: str = "",
+        cls, example: "Example", completion_ids: Sequence[int] | np.ndarray = (), thought: str = ""
     ) -> "RewardRow":
         """Copy the columns of an example: a function that changes them changes no other sample."""
         columns = (example.ground_truth, example.extra_info, example.prompt)

@@ -53,9 +53,7 @@ class Evaluation:
 
 
 def evaluate_policy(
-    run: PPORun,
-    state: TrainState,
-    before_batch: Callable[[], None] = lambda: None,
+    run: PPORun, state: TrainState, before_batch: Callable[[], None] = lambda: None
 ) -> Evaluation:
     """Evaluate the policy on the held-out prompts, sampled as `rollout.val_kwargs` says.
 
@@ -173,10 +171,7 @@ def evaluate(batches: Iterable[PromptBatch], respond: Respond) -> Evaluation:
     defined_correct = all_correct[~np.isnan(all_correct)]
     answers = np.array([record.get("answer") for record in records], object)
     figures = describe_prompts(
-        all_scores.reshape(-1, n),
-        all_correct.reshape(-1, n),
-        answers.reshape(-1, n),
-        sources,
+        all_scores.reshape(-1, n), all_correct.reshape(-1, n), answers.reshape(-1, n), sources
     )
     means = {name: mean_of_known(np.concatenate(values)) for name, values in metrics.items()}
     return Evaluation(
@@ -190,11 +185,7 @@ def evaluate(batches: Iterable[PromptBatch], respond: Respond) -> Evaluation:
 
 
 def response_rewards(
-    run: PPORun,
-    state: TrainState,
-    batch: PromptBatch,
-    rollout: Rollout,
-    rule_rewards: RuleRewards,
+    run: PPORun, state: TrainState, batch: PromptBatch, rollout: Rollout, rule_rewards: RuleRewards
 ) -> jax.Array:
     """Return the rewards [B] of whole responses that are not trained on.
 

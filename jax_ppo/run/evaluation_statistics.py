@@ -97,10 +97,7 @@ def _describe_interval(name: str, values_P: np.ndarray) -> dict[str, float]:
 
 
 def describe_prompts(
-    scores_PxN: np.ndarray,
-    correct_PxN: np.ndarray,
-    answers_PxN: np.ndarray,
-    sources: list[str],
+    scores_PxN: np.ndarray, correct_PxN: np.ndarray, answers_PxN: np.ndarray, sources: list[str]
 ) -> dict[str, float]:
     """Return the statistics that a mean over all responses leaves out, by name.
 
@@ -130,9 +127,7 @@ def describe_prompts(
 
 
 def _describe_group(
-    scores_PxN: np.ndarray,
-    correct_PxN: np.ndarray,
-    answers_PxN: np.ndarray,
+    scores_PxN: np.ndarray, correct_PxN: np.ndarray, answers_PxN: np.ndarray
 ) -> dict[str, float]:
     # Prompts whose rule does not define correctness have no share in accuracy, pass@k and maj@k.
     graded_P = ~np.isnan(correct_PxN).any(1)

@@ -74,13 +74,7 @@ def _export_role(
     base_model, revision = shareable_model_name(run.config.model.path, run.folders.actor)
     adapter_folder = folder / export.adapter_folder
     save_adapters(
-        trained,
-        architecture,
-        net.lora,
-        adapter_folder,
-        base_model,
-        revision,
-        critic_unit,
+        trained, architecture, net.lora, adapter_folder, base_model, revision, critic_unit
     )
     if not export.merges_adapters:
         shown = work_directory.shown_path(adapter_folder)

@@ -27,13 +27,7 @@ from jax_ppo.config.schema import Config, Trainer
 from jax_ppo.errors import UserError
 from jax_ppo.reporting import console
 from jax_ppo.reporting.journal import Journal
-from jax_ppo.runtime import (
-    compiled_programs,
-    distributed,
-    meshes,
-    signals,
-    work_directory,
-)
+from jax_ppo.runtime import compiled_programs, distributed, meshes, signals, work_directory
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.progress import Progress, find_progress, is_due
 

@@ -174,11 +174,7 @@ def report_step(run: PPORun, reporter: Reporter, step: int, result: StepResult) 
         result.metrics | sampling_metrics,
         rule_rewards,
         flops=count_step_flops(
-            run.step_options,
-            run.nets,
-            step,
-            sampled.batch.prompts.lengths,
-            result.packed.lengths,
+            run.step_options, run.nets, step, sampled.batch.prompts.lengths, result.packed.lengths
         ),
         samples=result,
         on_host={"update/padding": result.packed.padding, **staleness, **sampled.metrics},

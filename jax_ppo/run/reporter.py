@@ -55,10 +55,7 @@ PANELS = (
 )
 # fmt: on
 LAYOUT = journal.ReportLayout(
-    columns=COLUMNS,
-    panels=PANELS,
-    learning_rate_option="actor.optim.lr",
-    best_metric="reward/mean",
+    columns=COLUMNS, panels=PANELS, learning_rate_option="actor.optim.lr", best_metric="reward/mean"
 )
 
 

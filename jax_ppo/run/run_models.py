@@ -40,11 +40,7 @@ class RunModels:
 
 
 def read_run_models(
-    config: Config,
-    roles: Sequence[RunRole],
-    mesh: Mesh,
-    report: Report,
-    prompts_are_chats: bool,
+    config: Config, roles: Sequence[RunRole], mesh: Mesh, report: Report, prompts_are_chats: bool
 ) -> RunModels:
     """Read what the folders of the roles say.
 

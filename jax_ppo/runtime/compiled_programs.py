@@ -39,10 +39,7 @@ class CompiledProgram:
     __wrapped__: Callable[..., Any]
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        name: str | Callable[..., str] = "",
-        **jit_options: Any,
+        self, function: Callable[..., Any], name: str | Callable[..., str] = "", **jit_options: Any
     ) -> None:
         """Declare a program; `jit_options` are those of `jax.jit`.
 

@@ -19,10 +19,7 @@ from jax_ppo.runtime import compat
 _GIB = 2**30
 _LARGE = 2**28  # bytes of arrays with which a step takes much longer than freeing memory
 # Linux's files with a container's limit: control groups of version 2, and of version 1.
-_CONTAINER_LIMITS = (
-    "/sys/fs/cgroup/memory.max",
-    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-)
+_CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 # Names in JAX's statistics of a device, and ours.
 _STATISTICS = {"bytes_in_use": "memory/used_gib", "peak_bytes_in_use": "memory/peak_gib"}
 
