@@ -59,7 +59,7 @@ def initialize(options: schema.Distributed) -> None:
             if arguments.get("process_id") == 0:
                 # JAX may crash where the port is in use.
                 _, _, port = arguments["coordinator_address"].rpartition(":")
-                socket.create_server(("", int(port))).close()
+                socket.create_server(("", int(port)), reuse_port=True).close()
             jax.distributed.initialize(
                 **arguments,
                 initialization_timeout=2 * _START_SECONDS,
