@@ -36,10 +36,8 @@ _SUFFIXES = {"critic": "-critic", "evaluate": "-evaluation", "score": "-scores"}
 def read_command_line(arguments: list[str], command: str = "train") -> tuple[Config, str | Path]:
     """Return the configuration, validated for a command, and the work directory or its address.
 
-    Raises:
-      UserError: all invalid arguments, one per line; or the first problem of the options in
-        combination.
-      SystemExit: after `--help`.
+    Raise `UserError` with all invalid arguments, one per line, or the first problem of the options
+    in combination; `SystemExit` after `--help`.
     """
     # Help comes before any validation: it is for users whose command line is wrong.
     if {"--help", "-h", "-help"} & set(arguments[1:]):

@@ -40,11 +40,8 @@ def shipped_names() -> list[str]:
 def find_config_file(value: str) -> tuple[Path, str]:
     """Return the file that `FILE[:ARG]` names, and the argument for its `get_config`.
 
-    FILE is a path, which takes precedence, or the bare name of a shipped configuration. The
-    argument `smoke` works for any file; see `shrink`.
-
-    Raises:
-      UserError: there is no such file; the message has the nearest name.
+    FILE is a path, which takes precedence, or the name of a shipped configuration; `smoke` works
+    for any file (`shrink`). Raise `UserError` with the nearest name if there is no such file.
     """
     text, _, argument = value.partition(":")
     path = expand_local_path(text, "--config")
@@ -63,9 +60,7 @@ def find_config_file(value: str) -> tuple[Path, str]:
 def call_get_config(value: str) -> "ml_collections.ConfigDict":
     """Return the configuration that a value of `--config` names; of `:smoke`, not yet shrunk.
 
-    Raises:
-      UserError: there is no such file, it has no `get_config`, or it raised an exception; the
-        message names the line.
+    Raise `UserError`, which names the line, if there is no such file or `get_config`, or it raised.
     """
     path, argument = find_config_file(value)
     spec = importlib.util.spec_from_file_location(f"jax_ppo_config_{path.stem}", path)

@@ -126,8 +126,7 @@ def parse_option(name: str, text: str) -> Any:
 def read_config_file(value: str, command: str = "train") -> "ml_collections.ConfigDict":
     """Return the configuration that a value of `--config` names, completed by the defaults.
 
-    Raises:
-      UserError: there is no such file, it raised an exception, or the command has no smoke form.
+    Raise `UserError` if there is no such file, it raised, or the command has no smoke form.
     """
     defaults = default_config()
     values = config_files.call_get_config(value)

@@ -137,11 +137,7 @@ def section(cls: type[T], **facts: Any) -> T:
 def iterate_options(
     cls: type, prefix: str = "", inherited: Facts | None = None
 ) -> Iterator[Option]:
-    """Yield the options of a section and of the sections inside it, in the schema's order.
-
-    The names begin with the prefix, such as "actor.optim."; facts of the enclosing section are
-    inherited.
-    """
+    """Yield the options of a section and of those inside it, in order, named after a prefix."""
     for field in dataclasses.fields(cls):
         facts: Facts = field.metadata["facts"].inherit(inherited or Facts())
         field_type = typing.cast(type, field.type)

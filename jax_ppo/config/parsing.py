@@ -107,8 +107,7 @@ class Term:
 def parse_terms(text: str) -> tuple[Term, ...]:
     """Return the terms of `reward.terms`, such as "gsm8k:1.0,format[think,answer]:0.2".
 
-    Raises:
-      ValueError: a term is not RULE:WEIGHT or RULE[ARGUMENT]:WEIGHT, or two have the same name.
+    Raise `ValueError` for a term that is not RULE[ARGUMENT]:WEIGHT, or two of one name.
     """
     terms: list[Term] = []
     for part in filter(None, map(str.strip, _COMMA.split(text))):

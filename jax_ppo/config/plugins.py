@@ -24,13 +24,10 @@ def load_plugin(
 ) -> Callable[..., Any]:
     """Return the function that `module:function` or `path/to/file.py:function` names.
 
-    It will be called with `arguments`: as f(name=...) if `by_name`, else as f(value, ...).
-    `other_arguments` returns the arguments of a function with another signature, else `None`.
-    Messages name `option`, whose value `function` is.
-
-    Raises:
-      UserError: the value is malformed; the module, file or function does not exist; importing the
-        module failed; or the function cannot be called with these arguments.
+    It is called with `arguments`, as f(name=...) if `by_name`, else as f(value, ...);
+    `other_arguments` returns those of a function with another signature, else `None`. Raise
+    `UserError`, which names `option`, if the value is malformed, an import fails, the function does
+    not exist, or it cannot be called with these arguments.
     """
     setting = f"config.{option}={function!r}"
     module_name, colon, name = function.rpartition(":")

@@ -500,10 +500,7 @@ class Config:
 
     @property
     def updates_once(self) -> bool:
-        """Return whether a rollout is used for a single optimizer step.
-
-        If so, the policy at its update is still the policy of the forward passes.
-        """
+        """Return whether a rollout's one update still finds the policy of its forward passes."""
         one_epoch = self.actor.ppo_epochs == 1
         return one_epoch and self.actor.ppo_mini_batch_size == self.data.train_batch_size
 

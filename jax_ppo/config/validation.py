@@ -47,10 +47,7 @@ def validate_config(config: Config, command: str) -> None:
 
 
 def _require_address(option: str, url: str, key_variable: str, has_path: bool = False) -> None:
-    """Raise `UserError` unless `url` is the address of a server, without secrets in it.
-
-    An address with a path may have a query, which no message repeats.
-    """
+    """Raise `UserError` unless `url` is a server's address without secrets; never quote a query."""
     form = "HOST/PATH" if has_path else "HOST:PORT"
     secrets = "a user name or a password" if has_path else "a user name, a password or a query"
     problem = f"expected http://{form} or https://{form}"
@@ -183,10 +180,7 @@ def note_unread_options(config: Config, *commands: str) -> Iterator[str]:
 def note_long_warmups(
     total_steps: int, critic_warmup: int, optims: Mapping[str, Optim]
 ) -> Iterator[str]:
-    """Yield notes if the run ends before a model is trained at its full rate, or at all.
-
-    `optims` are the optimizers of the trained models, by section: actor, critic or supervised.
-    """
+    """Yield notes if the run ends before a model, by section, is trained at its full rate."""
     for section, optim in optims.items():
         steps = total_steps - critic_warmup * (section == "actor")
         if steps <= 0:

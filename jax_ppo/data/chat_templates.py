@@ -201,21 +201,14 @@ def template_variables(tokenizer: Any) -> set[str]:
 
 
 class MessageFrame:
-    """The tokens around the contents of messages that answer the assistant.
+    """The tokens around contents of messages that answer the assistant; `overhead` is their number.
 
     Contents are encoded by themselves, and no text in them becomes a special token: what a tool or
     a server returns cannot end the message that it stands in.
-
-    Attributes:
-      overhead: the number of tokens around one content.
     """
 
     def __init__(self, tokenizer: Tokenizer, role: str, chat_template: ChatTemplate) -> None:
-        """Render messages of a role, such as "tool", with the tokenizer's chat template.
-
-        Raises:
-          ValueError: the template does not render a message of this role after the assistant's.
-        """
+        """Render messages of a role, such as "tool"; raise `ValueError` if the template cannot."""
 
         def render(*contents: str) -> str:
             chat = (
@@ -247,10 +240,8 @@ class MessageFrame:
     def encode(self, contents: Sequence[str], last: int, length: int) -> list[int]:
         """Return the tokens of messages, from the end of the assistant's turn to its next one.
 
-        Args:
-          contents: of one message or more.
-          last: the last token of the turn; if it ends a turn already, the frame does not repeat it.
-          length: the most tokens. Contents are cut to equal shares of what the frame leaves.
+        `last` is the last token of the turn; if it ends a turn already, the frame does not repeat
+        it. Contents are cut to equal shares of what the frame leaves of `length` tokens.
         """
         before = self._before[1:] if self._before[:1] == [last] else self._before
         room = length - self.overhead - len(self._between) * (len(contents) - 1)

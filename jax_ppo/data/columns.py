@@ -68,10 +68,7 @@ class Columns:
 
 
 def ignored_columns(names: Iterable[str], columns: Columns) -> list[str]:
-    """Return the columns that determine neither prompts, responses nor reference answers.
-
-    `names` are the columns that have values in some row.
-    """
+    """Return the columns with values that are neither prompt, response nor reference answer."""
     known = {name.strip().lower(): name for name in names}
     explicit = {columns.prompt, columns.response, columns.ground_truth}
     prompts = [PROMPT, *CHATS, *REQUESTS]

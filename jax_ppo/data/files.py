@@ -33,12 +33,9 @@ def read_rows(path: Path, option: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Return an iterator over the (location, row) pairs of the file that an option names.
 
     A location is "FILE:LINE", or "FILE, row N" of JSON and Parquet, counted from 1. A JSON file
-    holds a list of objects, or an object whose only entry is such a list. All values of a CSV file
-    are text.
-
-    Raises:
-      UserError: the file does not exist, does not have the format of its suffix, or contains a line
-        that is not a JSON object. Errors in the contents are raised while iterating.
+    holds a list of objects, or an object whose only entry is such a list; all values of a CSV file
+    are text. Raise `UserError` if the file does not exist or lacks the format of its suffix; errors
+    in the contents are raised while iterating.
     """
     require_file(path, option)
     readers = {".parquet": _read_parquet_rows, ".csv": _read_csv_rows, ".json": _read_json_rows}
@@ -270,10 +267,7 @@ def _parse_json(text: str, location: str) -> Any:
 
 
 def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; raise `UserError` if two of its values have the same name.
-
-    Readers differ in which of the two they take.
-    """
+    """Return a JSON object; raise `UserError` if two values have one name: readers take either."""
     unique = dict(pairs)
     if len(unique) < len(pairs):
         names = [name for name, _ in pairs]

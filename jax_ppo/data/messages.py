@@ -185,11 +185,7 @@ def drop_missing(value: Any) -> Any:
 
 
 def response_text(message: dict[str, Any], location: str, name: str, is_learned: bool) -> str:
-    """Return the content of the assistant's message.
-
-    Raises:
-      UserError: the message `is_learned`, and says something besides its content.
-    """
+    """Return the assistant's text; raise `UserError` if it `is_learned` and there is more."""
     if is_learned and (beside := [key for key in _SAID_BESIDE if message.get(key)]):
         raise UserError(
             f"{location}: the last message of {name} has {beside[0]} besides its content, which is "
@@ -228,11 +224,9 @@ def is_prefilled(prompt: str | Messages) -> bool:
 def shape_prompt(prompt: Prompt, system_prompt: str, template: str, location: str) -> Prompt:
     """Return a prompt with a system message and a template around it; "" adds none.
 
-    A system message replaces the chat's own. The template surrounds plain text, or the last message
-    of a chat; a beginning of the response stays behind the message that it answers.
-
-    Raises:
-      UserError: a system message is set, and the prompt is plain text.
+    A system message replaces the chat's own; raise `UserError` for one with plain text. The
+    template surrounds plain text, or the last message of a chat; a beginning of the response stays
+    behind the message that it answers.
     """
     if isinstance(prompt, str):
         if system_prompt:

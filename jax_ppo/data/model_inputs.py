@@ -8,10 +8,7 @@ from jax_ppo.data.tokenizer import Tokenizer
 
 
 def tokenizers_match(tokenizer: Tokenizer, actor_tokenizer: Tokenizer) -> bool:
-    """Return whether sampled tokens mean the same to both tokenizers.
-
-    They do if the vocabularies are equal and a chat is not rendered differently.
-    """
+    """Return whether tokens mean the same to both: equal vocabularies, and chats rendered alike."""
     if tokenizer.chat_template not in (None, actor_tokenizer.chat_template):
         return False
     return tokenizer.get_vocab() == actor_tokenizer.get_vocab()
@@ -37,9 +34,7 @@ class RewardInputEncoder:
     ) -> None:
         """Create the encoder of a form; `with_eos` says whether a "text" ends in an EOS.
 
-        Raises:
-          ValueError: the tokenizer does not support the form, or `longest` leaves no room for a
-            prompt and a response.
+        Raise `ValueError` if the tokenizer lacks the form, or `longest` is too short for an input.
         """
         if form == "chat" and not tokenizer.chat_template:
             raise ValueError("its tokenizer has no chat template")
@@ -62,8 +57,7 @@ class RewardInputEncoder:
     ) -> tuple[list[list[int]], list[bool]]:
         """Return the token ids of each input, 1..max_length, and whether it was truncated.
 
-        An input that is too long loses the beginning of its prompt and then, when no prompt is
-        left, the end of its response.
+        One that is too long loses the beginning of its prompt, then the end of its response.
         """
         if not prompts:  # not every tokenizer takes an empty list
             return [], []
@@ -114,10 +108,7 @@ class RewardInputEncoder:
 
 
 def _drop_characters(prompt: Prompt, drop: int) -> Prompt:
-    """Return the prompt without the first `drop` characters of its contents.
-
-    Messages stay even if they become empty, because chat templates rely on their number.
-    """
+    """Drop characters of the contents; messages stay: chat templates rely on their number."""
     if isinstance(prompt, str):
         return prompt[drop:]
     shortened = []

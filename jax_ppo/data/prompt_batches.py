@@ -23,14 +23,11 @@ class PromptBatch:
 
 
 class PromptBatches:
-    """Endless iterator over training batches that can resume from a saved position.
+    """Endless iterator over training batches that can resume from a saved `position`.
 
-    The order of an epoch follows from (seed, epoch) alone. An incomplete batch at the end of an
-    epoch is dropped.
-
-    Attributes:
-      position: rows of the data set consumed so far, over all epochs. Save it to resume. It is
-        valid for another batch size too: the epoch continues with the rows not yet consumed.
+    The order of an epoch follows from (seed, epoch) alone; an incomplete batch at its end is
+    dropped. `position` counts the rows consumed over all epochs. It is valid for another batch size
+    too: the epoch continues with the rows not yet consumed.
     """
 
     def __init__(
@@ -45,11 +42,8 @@ class PromptBatches:
         """Start at a saved position.
 
         With `shuffle` each epoch has a new order, else that of the rows. With `weights` of the data
-        set's sources an epoch has as many rows as the data set, divided among the sources in these
-        shares; without them each row once.
-
-        Raises:
-          UserError: the data set is smaller than a batch, or a source has no row or no share.
+        set's sources an epoch has as many rows as the data set, divided in these shares. Raise
+        `UserError` if the data set is smaller than a batch, or a source has no row or no share.
         """
         if not 1 <= batch_size <= len(dataset):
             raise UserError(
@@ -118,11 +112,7 @@ class Mixture:
     def __init__(
         self, dataset: PromptDataset, weights: Sequence[float], shuffle: bool, seed: int
     ) -> None:
-        """Divide the rows of an epoch among the sources by their weights, > 0.
-
-        Raises:
-          UserError: a source has no rows, or too small a share for a row per epoch.
-        """
+        """Divide an epoch's rows by weights > 0; raise `UserError` if a source gets no row."""
         sources = dataset.sources()
         self._rows = [np.flatnonzero(sources == source) for source in range(len(weights))]
         self._shuffle = shuffle
@@ -185,10 +175,7 @@ def evaluation_batches(dataset: PromptDataset, batch_size: int) -> Iterator[Prom
 def make_batch(
     dataset: PromptDataset, indices: np.ndarray, count: int, width: int | None = None
 ) -> PromptBatch:
-    """Return the batch of the data set's rows `indices`; the first `count` of them are real.
-
-    It has `width` columns, or as many as `bucket_width` says.
-    """
+    """Return the batch of rows `indices`, `count` of them real; by default of `bucket_width`."""
     rows = [dataset.tokens[index] for index in indices]
     lengths = np.array([len(row) for row in rows], np.int32)
     width = width or bucket_width(int(lengths.max()), dataset.max_prompt_length)

@@ -149,11 +149,7 @@ class ResponseReader:
     find_obstacle: Callable[[Example], str]
 
     def read(self, path: Path, option: str) -> Iterator[ResponseRow | RefusedRow]:
-        """Yield each row of the files that `find_response_files` finds, in order.
-
-        Raises:
-          UserError: a file as a whole cannot be read.
-        """
+        """Yield each row of `find_response_files`, in order; raise `UserError` for a bad file."""
         raw_rows = itertools.chain.from_iterable(
             _read_raw_rows(file, option) for file in find_response_files(path, option)
         )
@@ -245,10 +241,7 @@ class ResponseReader:
 def find_response_files(path: Path, option: str) -> list[Path]:
     """Return the files of a pattern with `*` or `?`, of a run's rollouts/, or the file itself.
 
-    Of rollouts/ they are the responses of training; responses of evaluations stay held out.
-
-    Raises:
-      UserError: there is no such file.
+    Of rollouts/ only responses of training are read. Raise `UserError` if there is no such file.
     """
     if any(mark in str(path) for mark in "*?"):
         return files.find_matching_files(path, option)

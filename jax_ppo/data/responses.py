@@ -63,10 +63,9 @@ class ResponseDataset:
         return tuple(sorted({int(ids[-1]) for field in self.responses for ids in field}))
 
     def sequences(self, rows: Sequence[int]) -> Sequences:
-        """Return prompts and responses of these rows as host arrays.
+        """Return prompts and responses of these rows as host arrays of the data set's full width.
 
-        The responses of the first field come before the responses of the second: the two of a pair
-        are len(rows) apart. The width is always max_prompt_length + max_response_length.
+        Responses of the first field come before those of the second: a pair is len(rows) apart.
         """
         # The prompt is repeated for each response to it.
         prompts = [self.prompts.tokens[row] for row in rows] * len(self.responses)
@@ -93,11 +92,9 @@ def tokenize_responses(
 ) -> ResponseDataset:
     """Encode every example that `validate_responses` has accepted for the same fields.
 
-    Those whose responses are empty or, with the EOS, longer than `max_response_length` tokens are
-    dropped, and their numbers logged.
-
-    Raises:
-      UserError: as in `tokenize_prompts`; no usable response; or a tokenizer without an EOS.
+    Responses that are empty or, with the EOS, longer than `max_response_length` tokens are dropped,
+    and their numbers logged. Raise `UserError` as `tokenize_prompts`, or without usable response or
+    EOS.
     """
     if tokenizer.eos_token_id is None:
         raise UserError(f"{name}: the tokenizer has no EOS token to end responses with")
@@ -164,10 +161,7 @@ def _encode_fitting_responses(
 def validate_responses(
     examples: Sequence[Example], fields: tuple[str, ...], name: str, response_key: str
 ) -> None:
-    """Raise `UserError` for the first example that lacks one of the fields.
-
-    They are DEMONSTRATION_FIELDS or PREFERENCE_FIELDS; `response_key` is the option of this name.
-    """
+    """Raise `UserError` for the first example that lacks one of the fields."""
     for row, example in enumerate(examples, 1):
         missing = [field for field in fields if getattr(example, field) is None]
         if not missing:

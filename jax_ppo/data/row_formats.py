@@ -67,11 +67,7 @@ def parse_row(
     """Convert a row, columns by name, to an example; messages name its location.
 
     The columns that options name take precedence. The instruction is added to a question, after a
-    space.
-
-    Raises:
-      UserError: the row has no prompt or several, a column has the wrong type, or the row has
-        images.
+    space. Raise `UserError` for no prompt or several, a column of the wrong type, or images.
     """
     return _RowReader(row, location, columns or Columns()).read_example(instruction)
 
@@ -412,10 +408,7 @@ class _RowReader:
         return gold_answer, True
 
     def _find_extra_info(self, reading: _Reading) -> Row:
-        """Return what reward functions get besides the prompt: the row's own extra_info, if any.
-
-        Except in verl's form, unknown columns are added to it.
-        """
+        """Return the row's extra_info; except in verl's form, unknown columns are added to it."""
         if "reward_model" in self.values:
             return self.extra_info
         if self.extra_info:

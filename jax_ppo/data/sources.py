@@ -78,11 +78,9 @@ def read_examples(
 ) -> list[Example]:
     """Read or generate all examples of the sources that an option names, in their order.
 
-    Weights are ignored here; see `source_weights`. Columns and instruction are as in `parse_row`.
-    The seed is for generated stories; arithmetic problems depend on their index alone.
-
-    Raises:
-      UserError: a source does not exist, cannot be reached or read, or has rows of no known format.
+    Weights are ignored here (`source_weights`); columns and instruction are as in `parse_row`. The
+    seed is for generated stories. Raise `UserError` if a source does not exist, cannot be reached
+    or read, or has rows of no known format.
     """
     sources = [source for source, _ in _split_weights(spec)]
     if not sources:
@@ -97,8 +95,7 @@ def read_examples(
 def source_weights(spec: str, option: str) -> tuple[float, ...] | None:
     """Return the weights of the sources in a specification, `None` if they are concatenated.
 
-    Raises:
-      UserError: only some of the sources have a weight, or a weight is 0.
+    Raise `UserError` if only some of the sources have a weight, or a weight is 0.
     """
     weights = [weight for _, weight in _split_weights(spec)]
     known = [weight for weight in weights if weight is not None]
@@ -336,10 +333,7 @@ def _open_tfds_source(name: str, split: str, option: str) -> Any:
 
 
 def _prepare_tfds(tfds: ModuleType, name: str, folder: str | None) -> Any:
-    """Return the builder of a data set after one process of this machine has prepared it.
-
-    TFDS fails if another process prepares the same data set at the same time.
-    """
+    """Return a data set's builder, prepared by one process at a time: TFDS would fail otherwise."""
     lock = downloads.cache_folder("tfds") / "lock"
     with downloads.locked(lock):
         # TFDS's default format, TFRecord, can be neither written nor read without TensorFlow. A

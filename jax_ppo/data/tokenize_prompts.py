@@ -57,11 +57,7 @@ class PromptDataset:
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """Return facts that JSON can hold and that differ if the rows differ.
-
-        `rows` counts them; the other is a hash of their contents and order, whose name says how it
-        is computed. Neither depends on the names of files.
-        """
+        """Return the number of `rows` and a hash of contents and order, without file names."""
         digest = hashlib.sha256()
         # Not the tokens: a chat template may write today's date.
         for example in self.examples:
@@ -98,13 +94,10 @@ def tokenize_prompts(
 ) -> PromptDataset:
     """Encode every prompt as `encode_prompts` does; log the number of dropped prompts.
 
-    A worker per core does what would take this process longer than 20 seconds. `name` is the option
-    that names the data, for messages. `on_progress` is called with the prompts tokenized so far and
-    in total; it may end the work by raising.
-
-    Raises:
-      UserError: a prompt is empty or cannot be encoded, a prompt is too long and truncation is
-        "error", or no prompt is left.
+    A worker per core does what would take this process longer than 20 seconds. `name` is the data's
+    option, for messages. `on_progress` is called with the prompts tokenized so far and in total; it
+    may end the work by raising. Raise `UserError` if a prompt is empty, cannot be encoded, or is
+    too long with truncation "error", or if none is left.
     """
     validate_chat_template(tokenizer, encoding.chat_template)
     _report_unread_parts(examples, tokenizer, encoding.chat_template, name)
@@ -197,8 +190,7 @@ def encode_prompts(
 ) -> Iterator[np.ndarray | None]:
     """Yield the token ids of each prompt, int32 [length], or `None` if it is dropped.
 
-    `name` is the option that names the data, for messages, which count rows from `first_row`.
-    Raises as `tokenize_prompts` does.
+    Messages name the option `name` and count rows from `first_row`. Raise as `tokenize_prompts`.
     """
     limit = encoding.max_prompt_length
     for row, example in enumerate(examples, first_row):

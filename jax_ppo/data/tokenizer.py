@@ -53,12 +53,9 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Load the transformers tokenizer that an option names.
 
-    It is in an existing folder, at an address such as gs://BUCKET/FOLDER, or on the hub as
-    OWNER/NAME or OWNER/NAME@REVISION. Its template writes the `date`, "" for today's.
-
-    Raises:
-      UserError: there is no such folder or model, it has no tokenizer or one that needs code from
-        the repository, or the network is unavailable.
+    It is in a folder, at an address such as gs://BUCKET/FOLDER, or on the hub as
+    OWNER/NAME[@REVISION]. Its template writes the `date`, "" for today's. Raise `UserError` if
+    there is none, it needs code from the repository, or the network is unavailable.
     """
     if not path:
         raise UserError(
@@ -195,10 +192,7 @@ def certainly_exceeds(tokenizer: Tokenizer, text: str, tokens: int) -> bool:
 def token_bytes(tokenizer: Tokenizer, option: str) -> list[bytes]:
     """Return the bytes that each token adds to a text; special ones add only marks of thoughts.
 
-    The vocabulary is a byte-level or a SentencePiece one.
-
-    Raises:
-      UserError: the tokenizer joins its tokens in an unsupported way.
+    Raise `UserError` unless the vocabulary is a byte-level or a SentencePiece one.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder: dict[str, Any] = (json.loads(backend.to_str())["decoder"] if backend else None) or {}

@@ -82,10 +82,7 @@ def _add_or_subtract(left: int, sign: str, right: int) -> int:
 
 @functools.lru_cache(maxsize=2**14)
 def generate_problem(index: int, split: str) -> Problem:
-    """Return problem number `index`, 0 or more, of "train" or "heldout", which is always the same.
-
-    Two indices may share their operands.
-    """
+    """Return problem `index`, 0 or more, of "train" or "heldout"; two may share operands."""
     if index < 0 or split not in SPLITS:
         raise ValueError(
             f"index={index}, split={split!r}: expected an index of at least 0 and one of {SPLITS}"
@@ -109,10 +106,7 @@ def generate_problem(index: int, split: str) -> Problem:
 
 
 def generate_arithmetic_examples(count: int, split: str = "train", seed: int = 0) -> list[Example]:
-    """Return problems 0 .. count - 1 with their answers, of data_source "arithmetic".
-
-    The seed is ignored: a problem depends on its index and split alone.
-    """
+    """Return problems 0 .. count - 1, of data_source "arithmetic"; the seed is ignored."""
     del seed
     examples = []
     for index in range(count):
@@ -141,10 +135,7 @@ def _split_operands(signs: str, split: str) -> list[tuple[int, int, int]]:
 
 
 def generate_sum_examples(count: int, split: str = "train", seed: int = 0) -> list[Example]:
-    """Return sums with their answers, of data_source "sums".
-
-    They are drawn with replacement; the seed is ignored: they are always the same.
-    """
+    """Return sums, drawn with replacement, of data_source "sums"; the seed is ignored."""
     del seed
     numbers = range(10, 100)
     pairs = [
@@ -168,8 +159,7 @@ def generate_sum_examples(count: int, split: str = "train", seed: int = 0) -> li
 def generate_calculation_examples(count: int, split: str = "train", seed: int = 0) -> list[Example]:
     """Return calculations in words, of data_source "sums", with solutions by a calculator.
 
-    A solution writes the expression and `=`, the calculator's value and then the answer, as a
-    dialogue with `environments/calculator.py` does. The seed is ignored.
+    A solution has an expression, `=`, its value and the answer. The seed is ignored.
     """
     del seed
     rng = np.random.default_rng([_CALCULATION_STREAM, split == "heldout"])

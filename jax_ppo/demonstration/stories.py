@@ -53,10 +53,7 @@ def story_names(split: str) -> tuple[str, ...]:
 
 
 def generate_story_examples(count: int, split: str = "train", seed: int = 0) -> list[Example]:
-    """Return openings 0 .. count - 1 of a seed, of data_source "stories", without a ground truth.
-
-    The split is "train" or "heldout".
-    """
+    """Return openings 0 .. count - 1 of "train" or "heldout", of data_source "stories"."""
     names = story_names(split)
     examples = []
     for index in range(count):

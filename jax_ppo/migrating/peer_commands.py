@@ -44,8 +44,7 @@ class PeerCommand:
 def read_command(framework: str, text: str) -> PeerCommand:
     """Read a command, or the shell script that the text names.
 
-    Raises:
-      UserError: the framework or its program is unknown, or nothing in the text is its option.
+    Raise `UserError` if framework or program is unknown, or nothing in the text is its option.
     """
     if framework not in EXAMPLES:
         raise UserError(f"{framework}: expected one of {', '.join(EXAMPLES)}")
@@ -168,10 +167,7 @@ def _find_program_word(framework: str, words: list[str]) -> tuple[int, tuple[Pro
 
 
 def _find_program(programs: tuple[Program, ...], word: str) -> tuple[Program, bool] | None:
-    """Return the program that a script or module is, and whether it has exactly that name.
-
-    A user's script such as `train_grpo.py` has a program's name as a part.
-    """
+    """Return the program in a script's or module's name, and whether it is the whole name."""
     name = re.split(r"[./]", word.removesuffix(".py").removesuffix(".sh"))[-1].replace("-", "_")
     for program in programs:
         if re.fullmatch(program.names, name):

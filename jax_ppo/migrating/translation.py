@@ -109,13 +109,10 @@ def _quote_for_shell(value: str) -> str:
 
 
 def translate(framework: str, text: str) -> Translation:
-    """Translate a command of "verl", "trl" or "openrlhf".
+    """Translate a command of "verl", "trl" or "openrlhf", which a backslash continues.
 
-    The text may have several lines, each continued by a backslash, or be the path of a shell script
-    that contains the command.
-
-    Raises:
-      UserError: the framework is unknown, or the text is not a command.
+    The text may also be the path of a shell script that contains the command. Raise `UserError` if
+    the framework is unknown, or the text is not a command.
     """
     command = read_command(framework, text)
     program = command.program

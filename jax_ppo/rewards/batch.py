@@ -88,11 +88,9 @@ def score_batch(
     """Score n responses, each for its example.
 
     `tokens` are those of the responses, if known; `thoughts` are the marks of thoughts that the
-    prompts have opened, "" without one. A sample that cannot be scored affects no other and gets
-    `fallback_score`. Such samples are counted, and the first one is logged with its traceback.
-
-    Raises:
-      ValueError: the numbers of responses and examples differ.
+    prompts have opened, or "". A sample that cannot be scored affects no other and gets
+    `fallback_score`; such samples are counted, and the first is logged with its traceback. Raise
+    `ValueError` if the numbers of responses and examples differ.
     """
     columns = (examples, tokens or [()] * len(examples), thoughts or [""] * len(examples))
     rows = [RewardRow.from_example(*row) for row in zip(*columns, strict=True)]
@@ -198,8 +196,7 @@ def scored_misses(
 def describe_misses(misses: Iterable[Miss]) -> tuple[str, ...]:
     """Return at most three lines that show wrong responses, without duplicates, nearest first.
 
-    The nearest misses contain the ground truth, but not where the rule looks for it. Next come
-    responses in which the rule found another answer.
+    The nearest contain the ground truth where the rule does not look; then come other answers.
     """
 
     def distance(miss: Miss) -> int:

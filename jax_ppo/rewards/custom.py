@@ -102,11 +102,7 @@ def parse_reward_output(value: Any) -> RewardResult:
 
 
 def read_reward_output(value: Any, response: str, source: str) -> RewardResult:
-    """Return what `source`, a function or a server, returned for a response.
-
-    Raises:
-      UserError: it is not a valid result: see `parse_reward_output`, `validate_result`.
-    """
+    """Return what `source` returned for a response; raise `UserError` if it is invalid."""
     try:
         return validate_result(parse_reward_output(value), response)
     except UserError as error:
@@ -137,16 +133,10 @@ def assign_step_rewards(
 ) -> np.ndarray:
     """Return a reward per token: each step's reward at the token that completes the step's text.
 
-    Args:
-      steps: (end, reward) per step; `end` counts the characters of the response's text up to the
-        end of the step, 0..len(text).
-      tokens: the response, at least one token.
-      decode: returns the text of a prefix of the tokens. The text of a longer prefix must not be
-        shorter, except for an incomplete last character (U+FFFD).
-      longest: T, the length of the result.
-
-    Returns:
-      float32 [T]. Rewards of steps that end in the same token are summed.
+    `steps` are (end, reward): `end` counts the characters of the response's text, 0..len(text).
+    `decode` returns the text of a prefix of `tokens`, at least one; a longer prefix must not have a
+    shorter text, except for an incomplete last character (U+FFFD). Return float32 [T], T =
+    `longest`; rewards of steps that end in the same token are summed.
     """
     rewards = np.zeros(longest, np.float32)
     token_counts = range(1, len(tokens))
@@ -168,10 +158,7 @@ class BatchFunction(NamedTuple):
 
 
 def batch_arguments(function: Callable[..., Any]) -> tuple[str, ...] | None:
-    """Return the arguments that a batch function requires; `None` for any other function.
-
-    Arguments of TRL's signature that are not TRL_ARGUMENTS are columns of the data.
-    """
+    """Return the arguments, columns included, that a batch function requires, else `None`."""
     try:
         parameters = inspect.signature(function).parameters
     except ValueError:  # some built-in callables have no signature

@@ -52,8 +52,7 @@ class Judge:
     def from_options(cls, options: Reward) -> "Judge | None":
         """Return the judge of the options, `None` without `reward.url`.
 
-        Raises:
-          UserError: the prompt lacks `{response}`, or the server's key cannot be sent.
+        Raise `UserError` if the prompt lacks `{response}`, or the server's key cannot be sent.
         """
         if not options.url:
             return None
@@ -129,10 +128,7 @@ def _read_message(reply: Any) -> str:
 
 
 def _read_score(text: str) -> Any:
-    """Return the score that a reply holds as JSON, alone or within text, or its last number.
-
-    The judge's thinking is skipped.
-    """
+    """Return the score that a reply, after any thinking, holds as JSON or as its last number."""
     text = after_thinking(text)
     if block := _CODE_BLOCK.fullmatch(text):
         text = block[1]

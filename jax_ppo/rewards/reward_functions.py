@@ -35,12 +35,10 @@ def resolve_reward_function(
     """Return the reward function that the options select.
 
     `function` is called as f(data_source=, solution_str=, ground_truth=, extra_info=) and returns a
-    number, or a dict with "score", optionally "acc", and other numbers to report. For functions
-    that take a whole batch, see custom.py. The term of a reward model in `terms` is left out.
-    Without a function or terms the judge is the whole reward.
-
-    Raises:
-      UserError: there is no such rule, module or function, or it does not accept those arguments.
+    number, or a dict with "score", optionally "acc", and other numbers to report; custom.py has
+    functions of whole batches. A reward model's term is left out. Without function and terms the
+    judge is the whole reward. Raise `UserError` if there is no such rule or function, or it lacks
+    those arguments.
     """
     if options.terms:
         return _add_terms(options, judge)
@@ -134,9 +132,8 @@ def _resolve_term(term: Term, judge: Judge | None) -> RewardFunction:
 def model_weight(options: Reward) -> float:
     """Return the weight of the reward model's score: 1 without `reward.terms`.
 
-    Raises:
-      UserError: the terms name a reward model or a judge that is not configured, or leave out one
-        that is, or there is a reward function as well as terms or a judge.
+    Raise `UserError` if terms name a reward model or judge that is not configured, or leave out one
+    that is, or if there is a reward function as well as terms or a judge.
     """
     if options.url and options.function:
         raise UserError(

@@ -46,9 +46,8 @@ def validate_data_sources(examples: Sequence["Example"], options: Reward = DEFAU
 def find_obstacles(examples: Sequence["Example"], options: Reward = DEFAULTS) -> Iterator[str]:
     """Yield one line for each reason why the reward function cannot score an example.
 
-    A user-defined function accepts everything. Otherwise each data_source must have a built-in
-    rule, unless terms name the rules, and the ground truth must have the form that the rule
-    requires.
+    A user-defined function accepts everything; otherwise there must be a rule for the data_source,
+    unless terms name rules, and the ground truth must have the rule's form.
     """
     if options.function:
         return

@@ -39,11 +39,7 @@ class Rule:
     extra: str = ""  # the extra of jax_ppo that installs it
 
     def bind(self, argument: str) -> RewardFunction:
-        """Return the reward function for an argument; it takes the best of a row's right answers.
-
-        Raises:
-          ValueError: the argument is invalid.
-        """
+        """Return the reward function (the best of right answers); `ValueError` for a bad one."""
         if argument and self.parse_argument is None:
             raise ValueError("takes no argument")
         options = self.parse_argument(argument) if self.parse_argument else {}
@@ -60,10 +56,7 @@ class Rule:
         return score
 
     def find_obstacle(self, ground_truth: Any) -> str:
-        """Return why no response to a row can be right, "" if one can be.
-
-        Each entry of a list is a right answer. A perfect answer must score as right.
-        """
+        """Return why no response can be right, "" if a perfect one to some entry scores so."""
         if ground_truth == []:
             return "is empty"
         for truth in _alternatives(ground_truth):

@@ -76,10 +76,7 @@ ProgressReporter = Callable[[int], object]  # takes the number of samples that h
 def grade_answer(
     answer: str | None, correct: bool = False, score: float | None = None
 ) -> RewardResult:
-    """Return the result for an answer; `None`: no answer was found. By default the score is 1 or 0.
-
-    `extra` holds `answered`, 1 if there is an answer and 0 otherwise.
-    """
+    """Return an answer's result, by default 1 or 0; `extra` has `answered`, 0 for `None`."""
     return RewardResult(
         score=float(correct) if score is None else score,
         correct=correct,
@@ -89,11 +86,7 @@ def grade_answer(
 
 
 class TimeoutCounter:
-    """Counts consecutive time-outs in a batch, after `limit` of which the rest is not tried.
-
-    They are consecutive in the order of the samples, not of completion, so that what fails does not
-    depend on the number of workers.
-    """
+    """Counts time-outs in a row, by the order of samples; after `limit` the rest is not tried."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -140,11 +133,7 @@ def failure_of(error: BaseException) -> ScoringFailure:
 
 
 def validate_result(result: RewardResult, response: str) -> RewardResult:
-    """Return the result of scoring `response`.
-
-    Raises:
-      UserError: a number in it is not finite in float32, or a step ends outside of the response.
-    """
+    """Return a result; raise `UserError` unless float32 holds it and steps end in the response."""
     # Written so that NaN fails too.
     if not abs(result.score) <= LARGEST_SCORE:
         raise UserError(f"the score is {result.score}; expected a finite float32")

@@ -46,11 +46,7 @@ _WORD = re.compile(r"[a-z]+")
 
 
 def read_final_part(response: str) -> tuple[str, bool]:
-    """Return the part of a response that answers, and whether `<answer>` tags mark it.
-
-    It is the content of the last `<answer>...</answer>` after the thinking, or else all text after
-    the thinking.
-    """
+    """Return the last `<answer>` after the thinking, or all text there; and if tags mark it."""
     text = after_thinking(response)
     before, closed, _ = text.rpartition("</answer>")
     _, opened, answer = before.rpartition("<answer>")
@@ -202,10 +198,6 @@ def score_length(solution: str, least: int, most: int) -> RewardResult:
 
 
 def score_story(solution: str) -> RewardResult:
-    """Return the number of distinct JOYFUL_WORDS in the response, over JOYFUL_ENOUGH, at most 1.
-
-    Only distinct words count, so that repetition earns nothing. `extra` holds `joyful_words`, their
-    number.
-    """
+    """Return the distinct JOYFUL_WORDS, a number also in `extra`, over JOYFUL_ENOUGH, at most 1."""
     words = len(JOYFUL_WORDS.intersection(_WORD.findall(solution.lower())))
     return RewardResult(score=min(1.0, words / JOYFUL_ENOUGH), extra={"joyful_words": float(words)})

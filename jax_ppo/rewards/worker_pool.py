@@ -65,11 +65,7 @@ class _WorkerContext(processes.WorkerContext):
 
 
 def count_workers(options: Reward, needs_workers: bool) -> int:
-    """Return the number of worker processes; without the option, one where one is needed.
-
-    One is enough to survive a function that hangs or ends its process, and preserves the order of
-    the calls; more are faster but multiply the function's memory.
-    """
+    """Return the number of workers; by default one, where needed, which keeps the calls' order."""
     if options.workers is not None:
         return options.workers
     return int(needs_workers)
