@@ -36,10 +36,7 @@ to begin with:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command that the first argument names; without one, list the commands.
-
-    The arguments are without the program's name; `None` takes them from the process.
-    """
+    """Run the command that the first argument names, without it list them; `None`: `sys.argv`."""
     print_any_text()
     if arguments is None:
         arguments = sys.argv[1:]

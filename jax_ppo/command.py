@@ -35,10 +35,7 @@ RUNNERS = {
 
 
 def run_command(arguments: list[str], command: str) -> None:
-    """Read the options of a command and run it; exit with a one-line message on a user error.
-
-    `arguments` are `sys.argv`; `command` is one of `RUNNERS`.
-    """
+    """Run one of `RUNNERS` with `sys.argv`; exit with a one-line message on a user error."""
     # Installed first, so that a signal ends the command in one line even while modules are loaded.
     with signals.handle_stop_signals(ends_process=True):
         with exit_on_user_error():
@@ -68,19 +65,14 @@ def prepared_run(
 ) -> Iterator[tuple[Config, Path]]:
     """Prepare a run in the block, which has exclusive use of the work directory.
 
-    Prepare the compilation cache and write the resolved options to the work directory, a folder or
-    a gs:// address. With `evaluates`, refuse one that has checkpoints: an evaluation would replace
-    the records of their run.
-
-    Yields:
-      The options with what depends on the machine resolved; and the folder to write to: the work
-      directory, or a local folder that stands for its address.
+    Prepare the compilation cache, write the resolved options to the work directory, a folder or a
+    gs:// address, and yield them with the local folder to write to. With `evaluates`, refuse one
+    that has checkpoints: an evaluation would replace the records of their run.
 
     Raises:
       UserError: JAX finds no devices, the work directory cannot be used, or its disk is full. Also
         during the block.
-      SystemExit: at the end of the block, if SIGTERM stopped the run: with code 143, and in a
-        command with code 130 for SIGINT.
+      SystemExit: at the end, if SIGTERM (code 143), in a command SIGINT (130), stopped the run.
       KeyboardInterrupt: if SIGINT stopped the run, outside of a command.
     """
     from jax_ppo.reporting import console, trackers

@@ -22,10 +22,7 @@ class UserError(ValueError):
     """
 
     def __init__(self, message: str, details: str = "") -> None:
-        """Replace unprintable characters; line breaks of the message become spaces.
-
-        `details` are further lines below it, such as a traceback or commands to copy.
-        """
+        """Make the message one printable line; `details` follow it, such as a traceback."""
         line = printable_lines(" ".join(message.splitlines()))
         if len(line) > LONGEST_MESSAGE:
             line = f"{line[: LONGEST_MESSAGE // 2]} ... {line[-LONGEST_MESSAGE // 2 :]}"
@@ -38,19 +35,13 @@ class UserError(ValueError):
 
 
 def printable_lines(text: str) -> str:
-    """Replace the characters that are neither printable nor line breaks.
-
-    A message may quote text of a model, and an escape sequence must not reach a terminal.
-    """
+    """Replace what is neither printable nor a line break, such as a terminal's escape sequence."""
     return "".join(c if c.isprintable() or c == "\n" else "·" for c in text)
 
 
 @contextlib.contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Exit with one line if the block raises `UserError`, or is interrupted by Ctrl-C.
-
-    Also print any text, as `print_any_text`, and warnings as a user reads them.
-    """
+    """Exit with one line on `UserError` or Ctrl-C; print any text, and readable warnings."""
     print_any_text()
     # Before a library does it: with absl's format a warning would begin with the name of a module.
     logging.addLevelName(logging.WARNING, "warning")

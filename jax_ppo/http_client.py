@@ -28,12 +28,9 @@ _FIRST_PAUSE = 0.5  # seconds before the second attempt; doubled for each furthe
 
 
 class RequestFault(RuntimeError):
-    """A request that failed.
+    """A failed request: `is_final` if it would fail again, `is_refusal` if it had no effect.
 
-    Attributes:
-      is_final: it would fail again.
-      is_refusal: the server has not acted on it.
-      status: HTTP's status, or 0.
+    `status` is HTTP's, or 0.
     """
 
     def __init__(
@@ -48,11 +45,7 @@ class RequestTimeout(RequestFault):
 
 
 def read_key(variable: str) -> str:
-    """Return the key for a server, "" if there is none.
-
-    Raises:
-      UserError: it cannot be sent; the message does not show it.
-    """
+    """Return the key for a server, "" without one; raise `UserError` if it cannot be sent."""
     key = os.environ.get(variable, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise UserError(f"{variable}: the key has characters that HTTP headers cannot hold")
@@ -61,10 +54,7 @@ def read_key(variable: str) -> str:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HTTPClient:
-    """A server, and how it is called, by any number of threads.
-
-    Raises `UserError` for a key that cannot be sent.
-    """
+    """A server, called by any number of threads; `UserError` for a key that cannot be sent."""
 
     url: str  # a valid address without a password; it may have a query, which no message repeats
     key_variable: str  # the environment variable with the server's key
@@ -99,13 +89,10 @@ class HTTPClient:
     ) -> Any:
         """Return the reply to JSON; repeat the request after faults that may be temporary.
 
-        `route` is appended to the path of the address. Unless `is_repeatable`, which allows the
-        server to have acted on a request that is repeated, only refusals are followed by another
-        attempt. `read` extracts the result from a reply: a JSON value, or plain text that
-        is not JSON; a `ValueError` that it raises is a fault.
-
-        Raises:
-          RequestFault: no attempt succeeded.
+        `route` is appended to the path of the address. Unless `is_repeatable`, as the server may
+        have acted on a repeated request, only refusals are followed by another attempt. `read`
+        extracts the result from a JSON value, or from text that is not JSON; its `ValueError` is a
+        fault. Raise `RequestFault` if no attempt succeeded.
         """
         for attempt in range(self.retries + 1):
             if attempt:
@@ -197,10 +184,8 @@ def _describe_status(error: urllib.error.HTTPError, timeout: float) -> str:
 def read_reply(reply: http.client.HTTPResponse, seconds: float, most: int | None = None) -> bytes:
     """Return the body of a reply, or its first `most` bytes.
 
-    Raises:
-      TimeoutError: parts of the body still arrive after `seconds`, or none arrives within the
-        connection's own time limit.
-      http.client.IncompleteRead: the connection ended before the body did.
+    Raise `TimeoutError` if parts arrive after `seconds`, or none within the connection's limit, and
+    `http.client.IncompleteRead` if the connection ended before the body did.
     """
     end = time.monotonic() + seconds
     body = bytearray()

@@ -59,8 +59,7 @@ def explained_semaphores(remedy: str = "") -> Iterator[None]:
 def end_with_parent(parent: int) -> None:
     """Let the kernel kill this process as soon as its parent ends, however it ends.
 
-    A thread that waits for the parent, a process id, would not run while other code holds the
-    interpreter.
+    A thread that waits for it would not run while other code holds the interpreter.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

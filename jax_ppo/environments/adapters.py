@@ -110,11 +110,7 @@ class RemoteEnvironment:
     """
 
     def __init__(self, options: MultiTurn, metric_names: tuple[str, ...]) -> None:
-        """Take the address and limits from `config.rollout.multi_turn`; nothing is sent yet.
-
-        Raises:
-          UserError: the server's key cannot be sent.
-        """
+        """Take address and limits of options; raise `UserError` for a key that cannot be sent."""
         self.metric_names = metric_names
         self._options = options
         self._server = HTTPClient(
@@ -138,9 +134,7 @@ class RemoteEnvironment:
     def post(self, path: str, request: dict[str, Any], is_repeatable: bool) -> Any:
         """Return what the server's reply to `reset` or `step` says, and count faults.
 
-        Raises:
-          EnvironmentLost: there have been `MAX_FAULTS` consecutive faults.
-          RequestFault: the call failed.
+        Raise `RequestFault` if it failed, `EnvironmentLost` after `MAX_FAULTS` faults in a row.
         """
         if self._lost:
             raise EnvironmentLost(self._lost)

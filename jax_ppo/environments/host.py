@@ -48,10 +48,7 @@ class _Answer(NamedTuple):
 
 
 class HostEnvironment:
-    """`Environment` of dialogues that are objects of a class.
-
-    A dialogue whose environment raises an exception or takes too long ends with a reward of 0.
-    """
+    """`Environment` of dialogues of a class; one that fails or takes too long gets reward 0."""
 
     def __init__(
         self,
@@ -87,11 +84,7 @@ class HostEnvironment:
         self._first_failure = ""
 
     def raise_if_all_failed(self) -> None:
-        """Raise if all of this process's turns since the last call failed, or no more can succeed.
-
-        Raises:
-          UserError: with the first failure, or with what was lost.
-        """
+        """Raise `UserError` if all turns here since the last call failed, or none can succeed."""
         if self._lost:
             raise UserError(f"config.rollout.multi_turn.environment: {self._lost}")
         steps, failures, cause = self._steps, self._failures, self._first_failure
@@ -106,8 +99,7 @@ class HostEnvironment:
     def raise_if_given_up(self) -> None:
         """Raise as `raise_if_all_failed` does if this process tries no further turns.
 
-        Called before dialogues are saved that a later step learns from: those that ended as nothing
-        was tried did not fail by the policy's doing, and a resumed run could not tell them apart.
+        Called before dialogues are saved: untried ones did not fail by the policy's doing.
         """
         if self._lost or self._has_none_answered():
             self.raise_if_all_failed()
@@ -166,11 +158,7 @@ class HostEnvironment:
         text: str,
         last: int,
     ) -> _Answer:
-        """Answer a turn with the token `last` at its end, in a thread.
-
-        The first turn of a dialogue has a `beginning`: the dialogue that it replaces, the example
-        and the seed.
-        """
+        """Answer a turn; the first has a `beginning`: dialogue to replace, example and seed."""
         if self._lost:
             raise EnvironmentLost(self._lost)
         if self._has_none_answered():
@@ -240,10 +228,7 @@ class HostEnvironment:
 
 
 def _validate_answer(observation: Any, ends: Any, takes_several: bool) -> None:
-    """Raise `WrongAnswer` for an answer that would be read as something else.
-
-    With `takes_several` the observation may be a tuple of several messages.
-    """
+    """Raise `WrongAnswer` for one that would be misread; `takes_several`: a tuple of messages."""
     contents = observation if takes_several and isinstance(observation, tuple) else (observation,)
     if not contents or not all(isinstance(content, str) for content in contents):
         raise WrongAnswer(f"the observation of a turn is {_quote(observation)}; expected text")
@@ -261,11 +246,7 @@ def _validate_answer(observation: Any, ends: Any, takes_several: bool) -> None:
 def read_figures(
     figures: Mapping[str, Any] | None = None, *, names: Sequence[str]
 ) -> dict[str, float]:
-    """Return the metrics that a turn reports, as numbers.
-
-    Raises:
-      WrongAnswer: they are not numbers by name, or one is not declared, or not a finite float32.
-    """
+    """Return a turn's metrics; raise `WrongAnswer` unless declared and finite in float32."""
     numbers: dict[str, float] = {}
     if figures is None:
         return numbers

@@ -40,8 +40,7 @@ _GYMNASIUM = "gymnasium:"
 def load_environment_class(options: MultiTurn) -> Callable[..., Any] | None:
     """Return what makes environments; `None` if each response is a single turn.
 
-    Raises:
-      UserError: it cannot be imported or constructed, or lacks a method.
+    Raise `UserError` if it cannot be imported or constructed, or lacks a method.
     """
     name = options.environment
     if not name:
@@ -104,10 +103,7 @@ def _try(setting: str, call: Callable[..., Any], *arguments: Any) -> Any:
 def describe_tools(
     environment_class: Callable[..., Any] | None, examples: list[Example]
 ) -> list[Example]:
-    """Return examples that describe a tool environment's tools; unchanged for any other.
-
-    Raise `UserError` for a prompt that is not a chat, which tools need.
-    """
+    """Return examples that describe any tools; raise `UserError` if tools lack a chat."""
     if isinstance(environment_class, ToolEnvironment):
         return environment_class.describe(examples)
     return examples
@@ -116,12 +112,8 @@ def describe_tools(
 def try_first_reset(environment_class: Callable[..., Any] | None, example: Example) -> str:
     """Try, before a run, what an adapted environment's reset shows and what confines tools' code.
 
-    Returns:
-      A note if the policy does not see what the environment shows first, or if the system cannot
-      confine the code that it writes; otherwise "".
-
-    Raises:
-      UserError: it fails, or the server does not answer.
+    Return a note, else "", if the policy does not see what is shown first, or if the system cannot
+    confine the code that it writes. Raise `UserError` if it fails, or the server does not answer.
     """
     if isinstance(environment_class, ToolEnvironment):
         return environment_class.describe_gaps()
@@ -144,12 +136,9 @@ def make_environment(
     examples: Sequence[Example],
     chat_template: ChatTemplate = True,
 ) -> HostEnvironment:
-    """Construct the environment for the decode loop.
+    """Construct the environment of the training, then held-out examples for the decode loop.
 
-    The examples are the rows of the training data, then of the held-out data.
-
-    Raises:
-      UserError: the template does not render observations as the options want.
+    Raise `UserError` if the template does not render observations as the options want.
     """
     return HostEnvironment(
         environment_class,
@@ -163,10 +152,7 @@ def make_environment(
 
 
 def _require_readable_calls(setting: str, tokenizer: Any, chat_template: ChatTemplate) -> None:
-    """Raise `UserError` if the template writes calls of tools in a form that is not read.
-
-    A template that writes no calls at all is accepted: it may describe their form in words.
-    """
+    """Raise `UserError` if the template writes calls in a form not read; none at all is fine."""
     name, arguments, result = "a-tool", {"an-argument": "a-value"}, "a-result"
     function = {"name": name, "arguments": arguments}
     messages: Any = (

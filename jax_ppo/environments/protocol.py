@@ -61,10 +61,7 @@ class TextEnvironment(Protocol):
 
 
 def validate_metric_names(names: Any, setting: str) -> None:
-    """Raise `UserError` unless the names can name metrics `environment/NAME`.
-
-    The message begins with the setting, "config.OPTION=VALUE".
-    """
+    """Raise `UserError` about `setting` unless the names can name metrics `environment/NAME`."""
     if not isinstance(names, (tuple, list)):
         raise UserError(
             f"{setting}: metric_names is {shorten(repr(names))}; expected a tuple of names"

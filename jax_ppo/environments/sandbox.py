@@ -163,10 +163,7 @@ def _restrict_files(folder: str, readable: list[str]) -> bool:
 
 
 def _confine_and_run(what: str, memory: int, seconds: int, readable: list[str]) -> None:
-    """Run `main.py` of the working folder; with "probe", print what cannot be denied to it.
-
-    It gets bytes of memory, seconds of processor time, and folders that may be read.
-    """
+    """Run `main.py`, limited to bytes, seconds and folders; "probe": print what stays allowed."""
     _end_with_parent()
     missing = []
     for limit, value in (

@@ -52,10 +52,7 @@ class TimedThreads:
             self._start_thread()
 
     def call_all(self, functions: Sequence[Callable[[], Any]]) -> Iterator[CallResult]:
-        """Call functions without arguments; yield their results in order, while others run.
-
-        The result of a call that takes too long is the exception `CallTimeout`.
-        """
+        """Yield the results of calls in order; `CallTimeout` for one that takes too long."""
         calls = [_Call(function) for function in functions]
         for call in calls:
             self._calls.put(call)

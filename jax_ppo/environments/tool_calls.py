@@ -59,11 +59,7 @@ class Tool:
         return str(self.schema["function"]["name"])
 
     def call(self, arguments: dict[str, Any]) -> str:
-        """Return the result.
-
-        Raises:
-          ValueError: the schema has no such arguments, requires others, or gives one another type.
-        """
+        """Return the result; raise `ValueError` for arguments that the schema does not allow."""
         parameters = self.schema["function"].get("parameters", {})
         known, required = parameters.get("properties", {}), parameters.get("required", ())
         if unknown := [name for name in arguments if name not in known]:
@@ -99,11 +95,7 @@ def _require_type(name: str, value: Any, schema: dict[str, Any]) -> None:
 
 
 def parse_calls(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name and arguments of each call in a turn; thoughts have none.
-
-    Raises:
-      ValueError: the next call is malformed.
-    """
+    """Yield name and arguments of a turn's calls; raise `ValueError` for a malformed one."""
     for part in after_thinking(text).split(_OPENED)[1:]:
         body, closed, _ = part.partition(_CLOSED)
         if not closed:
@@ -120,11 +112,9 @@ def parse_calls(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 class ToolEnvironment:
-    """Tools of all dialogues; a call makes the environment of one.
+    """Tools of all dialogues, with their `schemas`; a call makes the environment of one.
 
-    Attributes:
-      metric_names: calls of a dialogue, and those that were answered with an error.
-      schemas: of the tools, for the chat template.
+    `metric_names` are calls of a dialogue, and those that were answered with an error.
     """
 
     metric_names = ("tool_calls", "tool_errors")
@@ -132,8 +122,7 @@ class ToolEnvironment:
     def __init__(self, options: MultiTurn) -> None:
         """Find the tools that `tools:NAME,FILE.py:FUNCTION` names.
 
-        Raises:
-          UserError: one cannot be loaded, has no schema, or has the name of another one.
+        Raise `UserError` if one cannot be loaded, has no schema, or has another one's name.
         """
         self._name = options.environment
         self._tools: dict[str, Tool] = {}

@@ -55,10 +55,7 @@ def print_aside(text: str) -> None:
 def format_step_line(
     step: int, total: int, metrics: dict[str, float], columns: Sequence[Column]
 ) -> str:
-    """Return the line for one step of `total`, counted from 1; the lines of a run are aligned.
-
-    A missing value is shown as a dash, so that columns keep their place.
-    """
+    """Return the line for one step of `total`, counted from 1, with a dash for a missing value."""
     parts = [f"step {step:{len(str(total))}d}/{total}"]
     for column in columns:
         value = metrics.get(column.metric)
@@ -107,10 +104,7 @@ def make_count_reporter(
 
 
 class ProgressBar:
-    """Progress bar that names the current phase on a terminal, and plain lines elsewhere.
-
-    It also measures the seconds that each phase takes.
-    """
+    """Progress bar of the current phase on a terminal, lines elsewhere; it times the phases."""
 
     def __init__(self, total: int, first_step: int, enabled: bool) -> None:
         """Open the bar of a run of `total` steps; unless enabled, only phases are measured."""
@@ -134,10 +128,7 @@ class ProgressBar:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Show the phase and add its wall-clock seconds on the host to `seconds/NAME`.
-
-        Asynchronous device work is counted in the phase that waits for it.
-        """
+        """Show the phase; add its seconds, waiting for devices included, to `seconds/NAME`."""
         self._bar.set_description(name)
         started = time.perf_counter()
         try:

@@ -22,10 +22,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "transformers")
 
 @contextlib.contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path next to `path`, and rename it to `path` when the block succeeds.
-
-    Readers see either the old file or the new one, never a part of one.
-    """
+    """Yield a temporary path next to `path`, which replaces it when the block succeeds."""
     # In the same folder, since a rename is atomic only within one file system.
     temporary = path.with_name(path.name + ".tmp")
     try:
@@ -82,10 +79,7 @@ def to_json_value(value: Any) -> Any:
 
 
 def write_samples(workdir: Path, kind: str, step: int, records: list[dict[str, Any]]) -> None:
-    """Write the samples of a step; a resumed run replaces the file of a step that it repeats.
-
-    `kind` is "training" or "evaluation". NaN and infinities become null.
-    """
+    """Write a step's "training" or "evaluation" samples over its file; NaN, inf become null."""
     folder = workdir / SAMPLES_FOLDER
     folder.mkdir(exist_ok=True)
     lines = (to_json_value({"step": step} | record) for record in records)
@@ -93,10 +87,7 @@ def write_samples(workdir: Path, kind: str, step: int, records: list[dict[str, A
 
 
 def read_samples(workdir: Path) -> Iterator[tuple[str, int, list[dict[str, Any]]]]:
-    """Yield kind, step and records of each file of `write_samples`, in the order of the steps.
-
-    Raise `UserError` for a file that does not hold JSON lines.
-    """
+    """Yield kind, step and records of each file, by step; `UserError` if it is not JSON lines."""
     for path in sorted((workdir / SAMPLES_FOLDER).glob("*_*.jsonl"), key=_step_and_kind):
         step, kind = _step_and_kind(path)
         records = []

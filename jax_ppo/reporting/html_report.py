@@ -35,10 +35,7 @@ STATE_FILE = "report.json"  # what the page says of a run and no other file has
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """One plot of a run's curves, whose vertical axis has the unit.
-
-    `curves` are metric names by legend entry; those that begin with "eval/" are of evaluations.
-    """
+    """One plot of metrics by legend entry, with its unit; "eval/..." are of evaluations."""
 
     title: str
     unit: str
@@ -58,10 +55,7 @@ class RunSamples:
             self.add(kind, step, records)
 
     def add(self, kind: str, step: int, records: Sequence[dict[str, Any]]) -> None:
-        """Show records of responses; of training, scores and lengths are distributions, too.
-
-        `kind` is "training" or "evaluation".
-        """
+        """Show records of "training", with distributions of scores, lengths, or "evaluation"."""
         if not records:
             return
         shown_records = list(records[:SHOWN_SAMPLES])
@@ -93,10 +87,7 @@ class HTMLReport:
         self._panels = panels
 
     def write(self, status: str, progress: Progress) -> None:
-        """Write report.html and report.json, which are replaced atomically.
-
-        `status` is one line about how far the run has come.
-        """
+        """Replace report.html and report.json; `status` says how far the run has come."""
         name = self._options["experiment_name"]
         state = {
             "name": name,
@@ -115,8 +106,7 @@ class HTMLReport:
 def write_comparison(workdirs: Sequence[Path], path: Path) -> None:
     """Write one page about runs; the names of their folders, or else the paths, name them.
 
-    Raises:
-      UserError: a folder is not the work directory of a run, or the file cannot be written.
+    Raise `UserError` if a folder is no work directory, or the file cannot be written.
     """
     runs = []
     for workdir in workdirs:

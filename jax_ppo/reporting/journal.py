@@ -48,10 +48,9 @@ class ReportLayout:
 
 
 class Journal:
-    """The logs, the progress bar and the clock of a run. Only the main process writes and prints.
+    """The logs, progress bar and clock of a run; evaluations are appended to its `progress`.
 
-    Attributes:
-      progress: the progress of the run. Evaluations are appended to it.
+    Only the main process writes and prints.
     """
 
     def __init__(
@@ -67,8 +66,7 @@ class Journal:
     ) -> None:
         """Open the logs, which continue after the step that the progress has reached.
 
-        `options` are all options of the run, by section; config.json keeps its options if no step
-        is left.
+        `options` are all, by section; config.json keeps its own if no step is left.
         """
         self.progress = progress
         # No step is left that would read other options.
@@ -145,12 +143,10 @@ class Journal:
     ) -> dict[str, float]:
         """Write the metrics of a step, numbered from 1, and return them with those that are added.
 
-        These are its seconds, its throughput by the `tokens` that it processed, `perf/mfu` by its
-        model `flops`, if they were counted, and the memory of the devices, if they report it.
-        `skipped` says that the gradient of an update was not finite.
-
-        Raises:
-          UserError: config.trainer.max_skipped_updates steps in a row were skipped.
+        These are seconds, throughput by the `tokens`, `perf/mfu` by the model `flops`, if counted,
+        and the memory that devices report. Raise `UserError` after
+        config.trainer.max_skipped_updates `skipped` steps in a row, whose gradients were not
+        finite.
         """
         self._report_closed_outputs()
         # The seconds of a step are the wall-clock time since the row before.
@@ -190,10 +186,7 @@ class Journal:
         return metrics
 
     def _count_skipped_update(self, step: int, skipped: bool) -> None:
-        """Raise `UserError` after too many steps in a row that were skipped.
-
-        A single skipped step is harmless; many in a row mean that the run has diverged.
-        """
+        """Raise `UserError` after too many skipped steps in a row: the run has diverged."""
         if not skipped:
             self._skipped_in_a_row = 0
             return
@@ -228,10 +221,7 @@ class Journal:
                 )
 
     def warn(self, text: str, kind: str = "") -> None:
-        """Show a warning: on the console if it is the first of its kind, and in the report.
-
-        `kind` identifies warnings that differ in figures; "": the text.
-        """
+        """Show a warning in the report, and on the console if its kind, or text, is new."""
         if self.progress.warn(kind or text, text, self._last_step):
             self._bar.print_line(f"warning: {text}")
 
@@ -253,10 +243,7 @@ class Journal:
     def write_evaluation(
         self, steps_done: int, means: dict[str, float | None], shown: str, title: str = ""
     ) -> None:
-        """Record and write the means of an evaluation after so many steps of training.
-
-        The console shows `title`, by default "evaluation after step N", and `shown`.
-        """
+        """Write an evaluation's means; show `shown` after `title` or "evaluation after step N"."""
         self.progress.evaluations.append({"step": steps_done} | means)
         # Logs contain only numbers, while the progress has None for an undefined mean.
         defined = {f"eval/{name}": value for name, value in means.items() if value is not None}

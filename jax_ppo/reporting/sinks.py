@@ -20,17 +20,12 @@ from jax_ppo.runtime import distributed
 
 
 class CurveFile:
-    """Writer of training_metrics.csv.
-
-    The columns are `step` and then the metrics by name. A cell is empty where the step has no such
-    metric.
-    """
+    """Writer of training_metrics.csv: `step`, then metrics by name, empty where there is none."""
 
     def __init__(self, path: Path, steps_done: int) -> None:
         """Open the file, and drop the rows of steps after `steps_done`; 0 starts a new file.
 
-        Raises:
-          UserError: a row of a file that is continued does not hold the metrics of a step.
+        Raise `UserError` for a row that does not hold the metrics of a step.
         """
         self._path = path
         self._columns: list[str] = []
@@ -71,10 +66,7 @@ class CurveFile:
 
 
 def read_metrics_csv(path: Path) -> list[dict[str, str]]:
-    """Return the rows of training_metrics.csv, or an empty list if it does not exist.
-
-    A last line without a line break was truncated by a crash and is skipped.
-    """
+    """Return the rows of training_metrics.csv, if any; a last line that a crash cut is skipped."""
     return [row for _, row in _read_lines(path)] if path.exists() else []
 
 
@@ -106,10 +98,7 @@ def _validate_rows(path: Path) -> None:
 
 
 class MetricsLog(contextlib.ExitStack):
-    """Writer of step metrics to training_metrics.csv and to the configured loggers.
-
-    Leaving the `with` block flushes and closes all loggers, even if one of them fails.
-    """
+    """Writer of step metrics to training_metrics.csv and the loggers; its end closes them all."""
 
     def __init__(
         self,
@@ -119,12 +108,9 @@ class MetricsLog(contextlib.ExitStack):
         first_step: int,
         warn: Callable[[str], None] = print,
     ) -> None:
-        """Open the files of the loggers in `options`; continue the files of an interrupted run.
+        """Open the files of the loggers in `options`; continue those of an interrupted run.
 
-        Takes the same arguments as `open_tracker`. Only the main process writes.
-
-        Raises:
-          UserError: a tracker is requested but not installed, or cannot be opened.
+        Arguments and errors are those of `open_tracker`. Only the main process writes.
         """
         super().__init__()
         self._sinks: list[MetricSink] = []
@@ -143,10 +129,7 @@ class MetricsLog(contextlib.ExitStack):
             self._open_tensorboard(workdir / "tensorboard", first_step)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Write metrics of a step. A second call for the same step adds to it.
-
-        Steps must not decrease from one call to the next.
-        """
+        """Write metrics of a step, or more of the last one; steps must not decrease."""
         for sink in self._sinks:
             sink(step, metrics)
 

@@ -48,13 +48,10 @@ def open_tracker(
 ) -> Tracker:
     """Open a record that does not end the run if its server fails later.
 
-    The options of the record are in `options`, all of the run, by section, in `config_dict`.
-    `workdir` holds the id of the record, which a `first_step` of 0 begins anew. `warn` shows what
-    has failed, once. After that the record gets no more metrics until the run is resumed: each
-    attempt may wait for the server for minutes.
-
-    Raises:
-      UserError: the tracker is not installed, or it or its server cannot be used.
+    `config_dict` has all options of the run, by section. `workdir` holds the id of the record,
+    which a `first_step` of 0 begins anew. `warn` shows a failure, once; the record then gets no
+    more metrics until the run is resumed: each attempt may wait for minutes. Raise `UserError` if
+    the tracker is not installed, or it or its server cannot be used.
     """
     try:
         tracker = TRACKERS[name](options, workdir, config_dict, first_step)

@@ -73,10 +73,8 @@ def build_run(
     """Build the parts of a run, cheap validation first; weights are not loaded.
 
     Without `trains` no training data are read. `given` responses, to score or to train on, take the
-    place of training prompts. `report` is called with lines for the user.
-
-    Raises:
-      UserError: an option does not fit the data, the models or the machine.
+    place of training prompts. `report` is called with lines for the user. Raise `UserError` if an
+    option does not fit the data, the models or the machine.
     """
     roles = resolve_roles(config)
     # 1. Data, rules and plugins: nothing of a model is read yet.

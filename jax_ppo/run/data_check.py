@@ -26,19 +26,14 @@ _NO_LIMIT = 2**31  # tokens of a prompt
 
 
 def check_data(config: Config, command: str = "train") -> dict[str, Any]:
-    """Return a report on the data that the options name.
+    """Return a report on the data that the options name, for train, sft or reward_model.
 
-    Tokens are counted with the tokenizer of `model.path`, if that is set. `command` is what the
-    data are for: train, sft or reward_model.
-
-    Returns:
-      JSON: `command`, `training` and `held_out` (`None` without validation files), each as
-      `_describe` returns it, `overlap` (held-out prompts that are training prompts, too),
-      `problems` (lines, each of which would end a run before its first step), `warnings` (lines)
-      `first_prompt` and `first_prompt_note` (which row it is, and its tokens).
-
-    Raises:
-      UserError: the data cannot be read.
+    Tokens are counted with the tokenizer of `model.path`, if that is set. The report is JSON:
+    `command`, `training` and `held_out` (`None` without validation files), each as `_describe`
+    returns it, `overlap` (held-out prompts that are training prompts, too), `problems` (lines, each
+    of which would end a run before its first step), `warnings` (lines), `first_prompt` and
+    `first_prompt_note` (which row it is, and its tokens). Raise `UserError` if the data cannot be
+    read.
     """
     by_environment = config.rewards_by_environment_alone
     response_key = config.supervised.response_key
@@ -268,10 +263,7 @@ def _format_counts(counts: dict[str, int]) -> str:
 
 
 def _render_first(examples: Sequence[Example], tokenizer: Any, options: Data) -> tuple[str, str]:
-    """Return the first prompt that is kept, with the tokens that the model gets, and which it is.
-
-    Without a tokenizer it is the text. If no prompt is kept, it is the first one, whole.
-    """
+    """Return the first prompt that is kept (or the first) as the model gets it, and its row."""
     if tokenizer is None:
         return join_contents(examples[0].prompt), "before its chat template: no model is named"
     encoding = make_encoding(options)

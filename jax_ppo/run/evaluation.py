@@ -58,10 +58,8 @@ def evaluate_policy(
     """Evaluate the policy on the held-out prompts, sampled as `rollout.val_kwargs` says.
 
     The random draws are the same at every step, so that only the policy makes a difference.
-    `before_batch` is called before each batch; it may raise an exception to end the evaluation.
-
-    Raises:
-      EvaluationFailed: the reward function failed on every response.
+    `before_batch` is called before each batch; it may raise to end the evaluation. Raise
+    `EvaluationFailed` if the reward function failed on every response.
     """
     release_freed_memory(state)
     run.engine.update_weights(run.policy_params(state))
@@ -187,10 +185,7 @@ def evaluate(batches: Iterable[PromptBatch], respond: Respond) -> Evaluation:
 def response_rewards(
     run: PPORun, state: TrainState, batch: PromptBatch, rollout: Rollout, rule_rewards: RuleRewards
 ) -> jax.Array:
-    """Return the rewards [B] of whole responses that are not trained on.
-
-    They are the sum of the rules' scores and, if there is a reward model, its weighted scores.
-    """
+    """Return the rewards [B] of responses that are not trained on: rules' and reward model's."""
     if run.nets.reward is None:
         return rule_rewards.scores
     rows = rule_rewards.model_inputs

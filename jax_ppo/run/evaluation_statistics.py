@@ -61,9 +61,8 @@ def majority_at_k(correct_N: np.ndarray, answers_N: np.ndarray, sizes: list[int]
 def _ways_to_lose(counts: list[int], votes: int, largest: int) -> np.ndarray:
     """Count the choices of n <= largest wrong responses, `counts` of each wrong answer.
 
-    Returns:
-      [ties, n]: the number of those in which exactly `ties` wrong answers have as many votes as the
-      right one, `votes`, and no other has more.
+    Return [ties, n]: those in which `ties` wrong answers have `votes`, as the right one, and none
+    more.
     """
     ways = np.zeros((1 + largest // votes, 1 + largest))
     ways[0, 0] = 1
@@ -101,15 +100,9 @@ def describe_prompts(
 ) -> dict[str, float]:
     """Return the statistics that a mean over all responses leaves out, by name.
 
-    These are the interval of the accuracy, or of the reward where correctness is undefined; for
-    several responses per prompt pass@k, best@k, worst@k and, if the rules read answers, maj@k; and
-    for data from several sources all of these for each source.
-
-    Args:
-      scores_PxN: N scores per prompt.
-      correct_PxN: NaN where correctness is undefined.
-      answers_PxN: the answers that the rules read, `None` where there is none.
-      sources: the data source of each prompt.
+    These are the interval of the accuracy, or of the reward where correctness is undefined (NaN);
+    for N > 1 responses per prompt pass@k, best@k, worst@k and, if the rules read answers (`None`:
+    none), maj@k; for data from several `sources`, one per prompt, all of these for each source.
     """
     figures = _describe_group(scores_PxN, correct_PxN, answers_PxN)
     names = sorted(set(sources))

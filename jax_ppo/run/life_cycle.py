@@ -48,10 +48,7 @@ class Training(Protocol[JournalT]):
     can_evaluate: bool  # whether there are held-out data
 
     def fingerprints(self) -> dict[str, dict[str, Any]]:
-        """Return fingerprints of the training data ("data") and, if any, frozen models ("frozen").
-
-        A resumed run compares them with those in its checkpoint.
-        """
+        """Return fingerprints of "data" and any "frozen" models, which a resumed run compares."""
 
     def running(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context manager that runs engines and workers; steps are taken inside it."""
@@ -62,10 +59,7 @@ class Training(Protocol[JournalT]):
         """Return the journal, which writes the reports of the run."""
 
     def step_on_shapes(self, progress: Progress) -> Callable[[], object]:
-        """Return a function that takes the next step on shapes, in another thread.
-
-        It is called inside `compiled_programs.run_on_shapes`, and compiles the programs of a step.
-        """
+        """Return what takes the next step on shapes, in a thread, and so compiles its programs."""
 
     def load_state(self, checkpoints: Checkpointer, step: int) -> Any:
         """Return the state of the checkpoint after `step` steps; at step 0, a new state."""
@@ -74,10 +68,7 @@ class Training(Protocol[JournalT]):
         """Move the data to the first batch."""
 
     def take_step(self, state: Any, step: int, journal: JournalT) -> Any:
-        """Take a step, numbered from 0; queue its report, and return the new state.
-
-        The report of the step before is written while the mesh computes.
-        """
+        """Take a step, numbered from 0; queue its report, write the last one, return the state."""
 
     def evaluate(
         self,
@@ -86,11 +77,7 @@ class Training(Protocol[JournalT]):
         journal: JournalT,
         before_batch: Callable[[], None] = lambda: None,
     ) -> Quality:
-        """Evaluate a state, and report the result.
-
-        `completed_steps` led to the state. `before_batch` is called before each batch; it may raise
-        an exception to end the evaluation.
-        """
+        """Evaluate and report a state after `completed_steps`; `before_batch` may raise."""
 
     def checkpoint_trees(self, state: Any) -> dict[str, Any]:
         """Return the trees of arrays that a checkpoint holds, by name."""
@@ -105,8 +92,7 @@ def run_life_cycle(
     """Train from the newest checkpoint in `workdir`, or from the start if there is none.
 
     Return the contents of summary.json. Most user errors surface in `build`, before weights are
-    loaded. `best_metric` is the entry of an evaluation's `Quality` by which the best checkpoint is
-    chosen.
+    loaded. `best_metric`, an entry of `Quality`, chooses the best checkpoint.
     """
     mesh = meshes.make_mesh(config.mesh, decoding=config.rollout.mesh.devices)
     checkpointer = Checkpointer(
@@ -186,11 +172,7 @@ class StepLoop:
         self.completed_steps = self.progress.step
 
     def take_steps(self) -> tuple[Any, bool]:
-        """Take the remaining steps of the run.
-
-        Returns:
-          The last state, and whether a signal has ended the run early; its state is then saved.
-        """
+        """Take the remaining steps; return the last state, and whether a signal ended the run."""
         state = self._start()
         for step in range(self.completed_steps, self.training.total_steps):
             state = self.training.take_step(state, step, self.journal)
@@ -207,8 +189,7 @@ class StepLoop:
     def _start(self) -> Any:
         """Return the state to start from, while the programs of a step are compiled.
 
-        Evaluate it first if it is untrained and `trainer.val_before_train` is set, or if its
-        evaluation was interrupted by a signal or has failed.
+        Evaluate it if `val_before_train` asks for it, or its evaluation was interrupted or failed.
         """
         training, progress = self.training, self.progress
         with contextlib.ExitStack() as precompilation:
@@ -226,10 +207,7 @@ class StepLoop:
         return state
 
     def _evaluate_if_due(self, state: Any) -> Quality | None:
-        """Evaluate after a step; `None` if it is not due, or a signal interrupted it.
-
-        If it fails, the step is saved first: a run that resumes evaluates it again.
-        """
+        """Evaluate a step if due; `None` if not, or interrupted. One that fails is saved first."""
         step = self.completed_steps
         due = is_due(step, self.training.total_steps, self.options.test_freq)
         if not (self.training.can_evaluate and due):
@@ -267,12 +245,9 @@ def compile_in_background(take_step: Callable[[], object], mesh: Mesh) -> Iterat
     """Take a step on shapes in another thread while the context runs, and wait for it at its end.
 
     A later call with arrays of the same shapes and shardings uses the compiled program: JAX keeps
-    one cache for all threads. If the context ends with an error, no further program is compiled.
+    one cache for all threads. After an error in the context no further program is compiled.
     `take_step` makes no arrays: that would run programs in this thread, and all processes must run
-    theirs in the same order.
-
-    Raises:
-      Exception: what the compiler raised, at the end of the context.
+    theirs in the same order. At the end, raise what the compiler raised.
     """
     stop = threading.Event()
 

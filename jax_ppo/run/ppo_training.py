@@ -90,10 +90,7 @@ class PPOTraining:
         return Reporter(self._run, workdir, progress, compiled)
 
     def step_on_shapes(self, progress: Progress) -> Callable[[], object]:
-        """Return a function that takes the next step on shapes.
-
-        The sampler is compiled for the length bucket of this step's prompts.
-        """
+        """Return what takes the next step on shapes, for the length bucket of its prompts."""
         run = self._run
         batches = run.batches(progress.position)
         return functools.partial(

@@ -89,10 +89,9 @@ class Reporter(journal.Journal):
         samples: StepResult | None = None,
         on_host: Mapping[str, float] | None = None,
     ) -> None:
-        """Keep the metrics of a step until they can be fetched without waiting.
+        """Keep a step's metrics until they can be fetched without waiting; write samples if due.
 
-        `on_mesh` has scalars on the mesh by name, `on_host` further metrics; `flops` is for
-        `perf/mfu`. Some samples are written if that is due: the first step's are.
+        `on_mesh` has scalars by name, `on_host` further metrics; `flops` is for `perf/mfu`.
         """
         completed_steps, trainer = step + 1, self._run.config.trainer
         frequency = trainer.log_rollouts and trainer.log_rollouts_freq
@@ -153,10 +152,7 @@ class Reporter(journal.Journal):
     def report_evaluation(
         self, completed_steps: int, evaluation: Evaluation, subject: str = ""
     ) -> None:
-        """Write an evaluation and show some responses.
-
-        `subject` is what was evaluated; "" is this run's model after these steps.
-        """
+        """Write an evaluation of `subject`, by default the model after these steps."""
         title = (
             f"evaluation of {subject}" if subject else f"evaluation after step {completed_steps}"
         )

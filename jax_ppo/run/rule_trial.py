@@ -78,11 +78,7 @@ def try_rule(
 def count_perfect_answers(
     examples: Sequence[Example], options: Reward
 ) -> tuple[int, int, tuple[str, ...]]:
-    """Try each row's rules on a perfect answer to it, which must score as right.
-
-    Returns:
-      How many were tried, how many were right, and the rules for which none can be made.
-    """
+    """Try a perfect answer to each row; return how many, how many right, and rules without one."""
     if options.function or (options.url and not options.terms):
         return 0, 0, (options.function or JUDGE,)
     terms = options.parsed_terms
@@ -99,10 +95,9 @@ def count_perfect_answers(
 
 
 def find_other_forms(examples: Sequence[Example], options: Reward) -> str:
-    r"""Return one line if prompts ask for a form of answers that their rule does not read.
+    r"""Return a line if prompts ask for a form, as `\boxed{}`, that their rule does not read.
 
-    Such as `\boxed{}` where the rule reads what follows `####`; "" if there is none. A prompt that
-    ends with a form, as in "Answer:", lets the response begin with the answer.
+    A prompt that ends with a form, as in "Answer:", lets the response begin with the answer.
     """
     if options.function or options.url:
         return ""

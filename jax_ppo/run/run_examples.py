@@ -41,10 +41,7 @@ def load_examples(
     """Return the training and the held-out examples (none without `data.val_files`).
 
     `response_key` is the column of the responses, "" by the names of columns; `None` if they are
-    not read.
-
-    Raises:
-      UserError: a source does not exist, or has rows of an unknown form.
+    not read. Raise `UserError` if a source does not exist, or has rows of an unknown form.
     """
     columns, template = _columns(data, response_key), read_template(data.prompt_template)
     chat_template(data)  # refuses wrong variables before anything is read
@@ -82,13 +79,7 @@ def load_examples(
 def make_parser(
     data: Data, response_key: str | None = None
 ) -> Callable[[dict[str, Any], str], Example]:
-    """Return how a row, with its location, becomes an example.
-
-    Reads `response_key` as `load_examples` does.
-
-    Raises:
-      UserError: the template cannot be read.
-    """
+    """Return what makes a located row an example; raise `UserError` for a template unread."""
     columns, template = _columns(data, response_key), read_template(data.prompt_template)
 
     def parse(row: dict[str, Any], location: str) -> Example:
@@ -116,8 +107,7 @@ def _columns(data: Data, response_key: str | None) -> Columns:
 def read_template(option: str) -> str:
     """Return the text of `data.prompt_template`, read from its file if it is `@FILE`.
 
-    Raises:
-      UserError: there is no such file, or the text lacks the placeholder.
+    Raise `UserError` if there is no such file, or the text lacks the placeholder.
     """
     text = option
     if option.startswith("@"):
@@ -139,8 +129,7 @@ def read_template(option: str) -> str:
 def chat_template(data: Data) -> ChatTemplate:
     """Return whether a chat template renders prompts, or the variables that the options set in it.
 
-    Raises:
-      UserError: `data.chat_template_kwargs` is not a JSON object, or is set without the template.
+    Raise `UserError` unless these are a JSON object, and set with the template.
     """
     text = data.chat_template_kwargs
     if not text:
@@ -176,10 +165,7 @@ def fingerprint_data(data: Data, training: PromptDataset) -> dict[str, Any]:
 def tokenize_run_prompts(
     data: Data, tokenizer: Any, examples: list[Example], held_out_examples: list[Example]
 ) -> tuple[PromptDataset, PromptDataset | None]:
-    """Return training prompts and held-out prompts as tokens.
-
-    Raise `UserError` for prompts that cannot be encoded, and if none is left.
-    """
+    """Return training and held-out prompts as tokens; raise `UserError` if none can be encoded."""
     encoding = make_encoding(data)
 
     def tokenize(examples: list[Example], option: str) -> PromptDataset:
@@ -206,10 +192,7 @@ def build_environment(
     held_out: PromptDataset | None,
     chat_template: ChatTemplate = True,
 ) -> tuple[PromptDataset, PromptDataset | None, HostEnvironment]:
-    """Return the prompts with rows that are numbered throughout, and the environment of these rows.
-
-    `environment_class` is the result of `load_environment_class`.
-    """
+    """Return the prompts with rows that are numbered throughout, and their environment."""
     training = dataclasses.replace(training, first_row=0)
     examples = list(training.examples)
     if held_out is not None:
@@ -222,11 +205,8 @@ def build_environment(
 def read_given_responses(config: Config, workdir: Path) -> tuple[GivenResponses, int, list[str]]:
     """Read `score.file`; write the rows that cannot be used to refused.jsonl, and report them.
 
-    Returns:
-      The rows that can be used; the number of others; and the line about these, if there are any.
-
-    Raises:
-      UserError: a file as a whole cannot be read, or no row can be used.
+    Return the others, the number of refused rows, and lines about these. Raise `UserError` if a
+    file as a whole cannot be read, or no row can be used.
     """
     folder = resolve_model_folder(config.model.path)
     scores_any = config.score.reward_key or config.rewards_by_environment_alone

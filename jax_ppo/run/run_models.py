@@ -29,8 +29,7 @@ Report = Callable[[str], None]  # takes a line for the user
 class RunModels:
     """The models of a run, as their folders describe them, and the actor's tokenizer.
 
-    `reward_inputs` makes the reward model's inputs; `None` without one, or if it reads the sampled
-    tokens.
+    `reward_inputs` is `None` without a reward model, or if it reads the sampled tokens.
     """
 
     folders: Folders
@@ -42,13 +41,10 @@ class RunModels:
 def read_run_models(
     config: Config, roles: Sequence[RunRole], mesh: Mesh, report: Report, prompts_are_chats: bool
 ) -> RunModels:
-    """Read what the folders of the roles say.
+    """Read what the folders of the roles say; `report` is called with lines for the user.
 
-    Chats or texts as prompts decide the form of a reward model's inputs. `report` is called with
-    lines for the user.
-
-    Raises:
-      UserError: a folder does not exist, or holds no model that can take the role.
+    Chats or texts as prompts decide the form of a reward model's inputs. Raise `UserError` if a
+    folder does not exist, or holds no model that can take the role.
     """
     folders = resolve_role_folders(roles, config.model)
     nets = read_networks(config, folders)
@@ -142,11 +138,7 @@ def load_model_tokenizer(options: Model, model_folder: Path, date: str) -> Any:
 def validate_model(
     role: str, mesh: Mesh, architecture: Architecture, tokenizer: Any, sequence_length: int
 ) -> None:
-    """Raise `UserError` unless a model fits the mesh, the sequences and the tokenizer.
-
-    `role` is the model's name for messages; `sequence_length` counts the tokens of the longest
-    prompt with the longest response.
-    """
+    """Raise `UserError` unless the `role`'s model fits mesh, tokenizer and longest sequence."""
     meshes.validate_architecture(mesh, architecture)
     if meshes.vocabulary_axis(mesh, architecture.vocab_size) is None:
         console.print_on_main(

@@ -28,10 +28,7 @@ from jax_ppo.training.state import TrainState
 
 
 def evaluate_model(config: Config, workdir: Path) -> dict[str, Any]:
-    """Evaluate config.model.path on the held-out prompts; return the contents of summary.json.
-
-    Raise `UserError` if there are no such prompts, or no such model.
-    """
+    """Evaluate the model; return summary.json's contents. Raise `UserError` without prompts."""
     if not config.data.val_files:
         raise UserError("config.data.val_files='': an evaluation needs held-out prompts")
     checkpoint = find_checkpoint(config.model.path)

@@ -45,8 +45,7 @@ WITHOUT_CRITIC = "reinforce_plus_plus"  # rewards to go
 def score_file(config: Config, workdir: Path) -> dict[str, Any]:
     """Score the rows of `score.file`, and return the contents of summary.json.
 
-    Raises:
-      UserError: the file or a model cannot be read, or no row can be used.
+    Raise `UserError` if the file or a model cannot be read, or no row can be used.
     """
     started = time.monotonic()
     checkpoint = find_checkpoint(config.model.path)

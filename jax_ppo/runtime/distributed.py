@@ -43,10 +43,8 @@ def initialize(options: schema.Distributed) -> None:
     """Connect the processes of this run, before any computation; a second call does nothing.
 
     Addresses come from the options, else from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
-    JAX_PROCESS_ID, else from Slurm, Open MPI or a TPU pod of several hosts.
-
-    Raises:
-      UserError: the environment sets only some of the variables, or the service does not start.
+    JAX_PROCESS_ID, else from Slurm, Open MPI or a TPU pod of several hosts. Raise `UserError` if
+    only some of the variables are set, or the service does not start.
     """
     arguments = _arguments(options, os.environ)
     if arguments is None or jax.distributed.is_initialized():
@@ -141,10 +139,9 @@ def _allgather(value: np.ndarray | np.int32) -> np.ndarray:
 def agree_on_signal(received: signal.Signals | None) -> signal.Signals | None:
     """Return the signal that ends the run now, the same in all processes, or `None`.
 
-    Every process must call it equally often, at the same points of its program, with the signal
-    that it has received itself. The main process decides, and the others wait for its decision on
-    the host. A signal to another process takes effect at that process's next point or the one after
-    it.
+    Every process must call it equally often, at the same points, with the signal that it has
+    received. The main process decides, and the others wait on the host; a signal to another process
+    takes effect at that one's next point or the one after it.
     """
     client = compat.distributed_state().client
     if client is None:

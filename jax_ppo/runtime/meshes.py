@@ -44,11 +44,8 @@ def make_mesh(
     """Return the mesh over these devices, by default all.
 
     At most one size is -1 and takes what the others leave. The last `decoding` devices, of each of
-    the `processes` equally many, are left to `make_rollout_mesh`.
-
-    Raises:
-      UserError: the sizes do not multiply to the number of devices, slices have different numbers
-        of them, or devices cannot be left.
+    the `processes` equally many, are left to `make_rollout_mesh`. Raise `UserError` if sizes do not
+    multiply to the number of devices, slices have different numbers, or none can be left.
     """
     if devices is None:
         devices = jax.devices()
@@ -106,11 +103,8 @@ def arrange_slices(sizes: tuple[int, ...], devices: Sequence[jax.Device]) -> np.
     """Return the devices of several slices in the shape of the mesh.
 
     The slow network between slices is left to the first of the axes, which exchange the least: with
-    `data` = the number of slices, nothing but gradients. `sizes` are the axes' in the order of
-    `AXES`.
-
-    Raises:
-      UserError: slices have different numbers of devices.
+    `data` = the number of slices, nothing but gradients. `sizes` are in the order of `AXES`. Raise
+    `UserError` if slices have different numbers of devices.
     """
     per_slice = _devices_per_slice(devices)
     slices = len(per_slice)
@@ -132,11 +126,8 @@ def arrange_slices(sizes: tuple[int, ...], devices: Sequence[jax.Device]) -> np.
 def make_rollout_mesh(mesh: Mesh, shape: RolloutMesh) -> Mesh:
     """Return the mesh to decode on: `mesh`, or another over its devices in the same order.
 
-    With `shape.devices` it has that many of the devices that `make_mesh` has left instead.
-    Neighbours in that order split a matrix.
-
-    Raises:
-      UserError: the sizes do not multiply to the number of devices.
+    With `shape.devices` it has that many of the devices that `make_mesh` has left. Neighbours in
+    that order split a matrix. Raise `UserError` if the sizes do not multiply to the devices.
     """
     devices, number = mesh.devices, f"the number of devices, {mesh.size}"
     if shape.devices:

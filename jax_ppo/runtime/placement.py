@@ -205,12 +205,9 @@ def _scatter_rows(indices: np.ndarray, values: Any, total: int) -> np.ndarray:
 def local_rows(array: jax.Array) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows that this process is responsible for, in order.
 
-    Each row of an array [B, ...] in the layout of `batch_rows` belongs to exactly one process.
-    Devices that hold copies of the same rows, as in tensor parallelism, divide these among
-    themselves.
-
-    Returns:
-      (indices, int [r]; values, [r, ...]); r may be 0.
+    Each row of an array [B, ...] in the layout of `batch_rows` belongs to exactly one process;
+    devices with copies, as in tensor parallelism, divide them. Return (indices, int [r]; values,
+    [r, ...]), r may be 0.
     """
     holders = collections.Counter[int]()
     rank_of_device = {}

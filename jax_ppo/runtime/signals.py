@@ -218,10 +218,7 @@ def record_saved_step(step: int) -> None:
 
 @contextlib.contextmanager
 def limited(work: str) -> Iterator[heartbeat.Activity]:
-    """Mark work that delays the end of the run by LIMIT_SECONDS at most; blocks do not nest.
-
-    The time counts from the signal or the start of the work, whichever is later.
-    """
+    """Mark work that delays the run's end, from then or the signal on, by LIMIT_SECONDS at most."""
     with heartbeat.activity(work) as activity:
         signals = _active
         if signals is None:
@@ -235,11 +232,9 @@ def limited(work: str) -> Iterator[heartbeat.Activity]:
 
 
 def raise_if_stopped(report: Callable[[str], None]) -> None:
-    """End a run that has returned because of a signal, with the exit code of the signal.
+    """End a run that has returned because of a signal.
 
-    Raises:
-      SystemExit: with code 128 + the number of the signal, if one was received.
-      KeyboardInterrupt: for SIGINT in the Python API.
+    Raise `SystemExit` with 128 + the signal, or `KeyboardInterrupt` for SIGINT in the Python API.
     """
     if _active is None or _active.received is None:
         return

@@ -184,9 +184,7 @@ def prepare_environment(topology: Topology) -> None:
 def described_devices(topology: Topology) -> list[jax.Device]:
     """Return the devices of a machine, to compile for but not to run on.
 
-    Raises:
-      CompilerMissingError: the compiler for them is not installed.
-      UserError: the compiler knows no such machine.
+    Raise `CompilerMissingError` without their compiler, `UserError` if it lacks the machine.
     """
     if topology.device_type.platform == "cpu":
         return cpu_devices(topology)

@@ -48,12 +48,9 @@ def validated(workdir: str | Path) -> str | Path:
 def open_work_directory(workdir: str | Path, report: _Report) -> Iterator[Path]:
     """Create and lock the work directory for the duration of the block, and yield its folder.
 
-    The main process holds the lock of a folder, which the operating system releases when the
-    process ends, in whichever way. In a bucket the run that has started last may write.
-
-    Raises:
-      UserError: on every process: the folder cannot be created or written to, another run uses it,
-        or not all processes see it.
+    The main process holds the lock of a folder until it ends, in whichever way; in a bucket the run
+    that has started last may write. Raise `UserError`, on every process, if the folder cannot be
+    created or written to, another run uses it, or not all processes see it.
     """
     with contextlib.ExitStack() as stack:
         if isinstance(workdir, str) and remote.is_address(workdir):

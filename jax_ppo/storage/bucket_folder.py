@@ -91,10 +91,7 @@ class BucketFolder:
             self._uploaded = {name: _state(self.folder / name) for name in fetched}
 
     def fetch_folder(self, name: str) -> None:
-        """Replace one local folder with the bucket's.
-
-        Other files are left alone: the run may have them open, and write to them later.
-        """
+        """Replace a local folder by the bucket's; others stay: the run may have them open."""
         with self._uploading, remote.reported_errors(self.address, _OPTION):
             listed = remote.list_files(f"{self.address}/{name}", _OPTION)
             files = {f"{name}/{path}": file for path, file in listed.items()}

@@ -40,8 +40,7 @@ def local_name(address: str, *contents: object) -> str:
 def download_folder(address: str, option: str, patterns: Sequence[str]) -> Path:
     """Return a local copy of the files directly in a folder that match one of the patterns.
 
-    Raise `UserError` if the address is invalid or not accessible, if no file matches, or if the
-    local disk is full.
+    Raise `UserError` for an invalid or inaccessible address, no such file, or a full disk.
     """
     remote.validate_address(address, option)
     files = remote.list_files(address, option)

@@ -45,16 +45,11 @@ def download_snapshot(
     cache is used, where at least one file must match. The hub's own environment variables apply
     (HF_TOKEN, HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE).
 
-    Args:
-      name: OWNER/NAME, or OWNER/NAME@REVISION with a branch, tag or commit instead of main.
-      patterns: file names, in which * matches any characters, including slashes.
-      option: the option that names the repository, for messages.
-      repo_type: "model" or "dataset".
-      ignore: patterns of matching files to leave out.
-
-    Raises:
-      HubError: the repository is gated, it or the revision does not exist, the name is invalid, a
-        download failed, or there is neither a network nor a cached copy.
+    `name` is OWNER/NAME, or OWNER/NAME@REVISION with a branch, tag or commit. In `patterns` and in
+    `ignore`, which leaves out files, * matches any characters, including slashes. `repo_type` is
+    "model" or "dataset"; messages name `option`. Raise `HubError` if the repository is gated, it or
+    the revision does not exist, the name is invalid, a download failed, or there is neither a
+    network nor a cached copy.
     """
     repo_id, revision = split_revision(name)
     kind, url_prefix = _KINDS[repo_type]

@@ -41,10 +41,7 @@ def require_free_space(folder: Path, needed: int, what: str) -> None:
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Return whether an error, or one that it was raised from, means a full disk.
-
-    A file that exceeds a limit on its size counts as well.
-    """
+    """Return whether an error or its cause is a full disk, or a file beyond the limit on sizes."""
     return _matches(error, _FULL, _FULL_TEXTS)
 
 

@@ -38,10 +38,7 @@ def is_address(path: str) -> bool:
 
 
 def validate_address(address: str, option: str, schemes: tuple[str, ...] = tuple(_CLIENTS)) -> None:
-    """Raise `UserError` unless the address in an option has one of the schemes and a bucket.
-
-    The client of the scheme must be installed.
-    """
+    """Raise `UserError` unless an address has a bucket and a scheme whose client is installed."""
     match = _ADDRESS.fullmatch(address)
     assert match is not None, f"not an address: {address}"
     scheme, second_slash, bucket, _ = match.groups()
@@ -92,8 +89,7 @@ def reported_errors(address: str, option: str) -> Iterator[None]:
 def list_files(address: str, option: str) -> dict[str, RemoteFile]:
     """Return all files at and below a validated address, by their path relative to it.
 
-    The file at the address itself is "". A folder need not exist; raise `UserError` if the bucket
-    does not, or cannot be read.
+    The file at the address itself is "". Raise `UserError` if the bucket cannot be read.
     """
     root = bucket_path(address)
     with reported_errors(address, option):

@@ -44,11 +44,8 @@ def run_stages(
       x_RxLxD: hidden states, the input of the first layer.
       rows: arrays [R, ...] that each layer needs.
 
-    Returns:
-      (output of the last layer, [R, L, D]; further outputs of all layers, [layers, R, ...]).
-
-    Raises:
-      ValueError: R is not a multiple of the number of parts that the mesh splits rows into.
+    Return the last layer's output, [R, L, D], and all further ones, [layers, R, ...]. Raise
+    `ValueError` if R is not a multiple of the number of parts that the mesh splits rows into.
     """
     mesh = jax.sharding.get_abstract_mesh()
     stages = mesh.shape["stage"]
