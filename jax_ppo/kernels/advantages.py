@@ -59,10 +59,7 @@ def gae(
         advantage = delta + discount * lam * next_advantage
         # A masked position passes its carry on, so that each token sees the next token that the
         # policy chose, and the last of them the bootstrap value.
-        carry = (
-            jnp.where(chosen, advantage, next_advantage),
-            jnp.where(chosen, value, next_value),
-        )
+        carry = (jnp.where(chosen, advantage, next_advantage), jnp.where(chosen, value, next_value))
         return carry, jnp.where(chosen, advantage, 0.0)
 
     # After the last token there is no advantage, only the value of the final state.

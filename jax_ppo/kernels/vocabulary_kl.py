@@ -89,9 +89,7 @@ def _full_kl(inputs: _Inputs, options: LogitOptions) -> jax.Array:
         d = difference_beyond_rounding(log_p, log_q)
         # Far from 0, exp(-d) would overflow where p is tiny, and no digits cancel there.
         terms = jnp.where(
-            jnp.abs(d) < 1,
-            p * (jnp.expm1(-jnp.clip(d, -1, 1)) + d),
-            p * d + (jnp.exp(log_q) - p),
+            jnp.abs(d) < 1, p * (jnp.expm1(-jnp.clip(d, -1, 1)) + d), p * d + (jnp.exp(log_q) - p)
         )
         return chunks.write(kl, jnp.sum(terms, axis=-1), i)
 

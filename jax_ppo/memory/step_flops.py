@@ -12,11 +12,7 @@ from jax_ppo.training.roles import ModelRole, find_role
 
 
 def count_step_flops(
-    options: StepOptions,
-    nets: Networks,
-    step: int,
-    prompt_lengths: np.ndarray,
-    lengths: np.ndarray,
+    options: StepOptions, nets: Networks, step: int, prompt_lengths: np.ndarray, lengths: np.ndarray
 ) -> float:
     """Return the FLOPs of all programs of a step, see `count_program_flops`."""
     flops = count_program_flops(options, nets, prompt_lengths, lengths)
@@ -27,10 +23,7 @@ def count_step_flops(
 
 
 def count_program_flops(
-    options: StepOptions,
-    nets: Networks,
-    prompt_lengths: np.ndarray,
-    lengths: np.ndarray,
+    options: StepOptions, nets: Networks, prompt_lengths: np.ndarray, lengths: np.ndarray
 ) -> dict[str, float]:
     """Return the FLOPs that each program of a step needs that runs a model, by its name.
 

@@ -252,11 +252,7 @@ class ActorObjective(RolloutObjective):
         return loss, metrics
 
     def _kl_loss(
-        self,
-        output: DecoderOutput,
-        logprobs: Float[Array, "R L"],
-        rows: Rows,
-        weights: Weights,
+        self, output: DecoderOutput, logprobs: Float[Array, "R L"], rows: Rows, weights: Weights
     ) -> Float32[Array, ""]:
         """Return the weighted KL to the reference, exact or estimated; 0 if the loss has none."""
         options = self.options

@@ -106,10 +106,7 @@ PROGRAMS: tuple[StepProgram, ...] = (
         forwards=lambda options: ("reward",),
     ),
     StepProgram(
-        name="estimate",
-        label="advantages",
-        kind="elementwise",
-        runs=lambda options, nets: True,
+        name="estimate", label="advantages", kind="elementwise", runs=lambda options, nets: True
     ),
     StepProgram(
         name="update_actor",

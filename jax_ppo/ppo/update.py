@@ -14,11 +14,7 @@ from jaxtyping import Array, Int32
 
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import plugin_trials
-from jax_ppo.ppo.objectives import (
-    ActorObjective,
-    CriticObjective,
-    UpdateOptions,
-)
+from jax_ppo.ppo.objectives import ActorObjective, CriticObjective, UpdateOptions
 from jax_ppo.runtime.compiled_programs import ROUNDED_ALIKE, CompiledProgram, program
 from jax_ppo.training.learner import EarlyStop, Learner, Metrics
 from jax_ppo.training.networks import Networks

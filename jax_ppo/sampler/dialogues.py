@@ -18,14 +18,7 @@ from jax_ppo.runtime.parallelism.rows import call_host
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.engine import Answers, SamplingOptions, Turns
 from jax_ppo.sampler.sampling import Draws
-from jax_ppo.sampler.slots import (
-    Cache,
-    DecodeJob,
-    DecodeState,
-    Dialogues,
-    busy_slots,
-    record_draws,
-)
+from jax_ppo.sampler.slots import Cache, DecodeJob, DecodeState, Dialogues, busy_slots, record_draws
 from jax_ppo.types import NOTHING, Prompts, Rollout
 
 # Position under which an environment's random key is derived from its sample's; no token has it.

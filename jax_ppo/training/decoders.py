@@ -57,11 +57,7 @@ def decoding_program(options: RolloutOptions, sequence_length: int, decoder: Tra
     """Return the program that reads the actor's cache while decoding."""
     try:
         return cache.select_cache_program(
-            options.attention,
-            _platform(),
-            decoder.attention,
-            decoder.architecture,
-            sequence_length,
+            options.attention, _platform(), decoder.attention, decoder.architecture, sequence_length
         )
     except ValueError as obstacle:
         raise UserError(
@@ -70,10 +66,7 @@ def decoding_program(options: RolloutOptions, sequence_length: int, decoder: Tra
 
 
 def describe_attention(
-    options: Model,
-    decoder: Transformer,
-    row_length: int,
-    decodes: bool = False,
+    options: Model, decoder: Transformer, row_length: int, decodes: bool = False
 ) -> str:
     """Return a line that names the attention program of each phase; "" if all use xla as asked.
 

@@ -7,12 +7,7 @@ from typing import Any
 import numpy as np
 from flax import traverse_util
 
-from jax_ppo.models.hf.fields import (
-    HARMLESS_FIELDS,
-    MAX_LAYERS,
-    ConfigReader,
-    require_divisor,
-)
+from jax_ppo.models.hf.fields import HARMLESS_FIELDS, MAX_LAYERS, ConfigReader, require_divisor
 from jax_ppo.models.hf.tensors import TensorMapping, TensorTable
 
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "tanh")

@@ -34,12 +34,7 @@ from jax_ppo.ppo.samples.source import (
 from jax_ppo.ppo.step_parts import StepObserver, StepParts
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.compiled_programs import CompiledProgram, program, run_on_shapes
-from jax_ppo.sampler.continuation import (
-    DrawStates,
-    begin_draws,
-    begin_responses,
-    has_ended,
-)
+from jax_ppo.sampler.continuation import DrawStates, begin_draws, begin_responses, has_ended
 from jax_ppo.sampler.engine import RolloutEngine
 from jax_ppo.sampler.other_mesh import ContinuingEngine, SeparateEngine
 from jax_ppo.sampler.sampling import sample_keys

@@ -84,11 +84,7 @@ _add = CompiledProgram(operator.add)
 
 
 def _draw_again(
-    parts: StepParts,
-    state: TrainState,
-    rollout: Rollout,
-    packed: PackedRows,
-    key: jax.Array,
+    parts: StepParts, state: TrainState, rollout: Rollout, packed: PackedRows, key: jax.Array
 ) -> tuple[Any, ...]:
     """Return the rollout with new log-probs, and what `replace_tokens` does of it."""
     layout = sharding.batch_rows(parts.mesh, len(rollout.lengths))
