@@ -44,8 +44,7 @@ class Entry:
     when: str = ""  # completes "use it when"
     source: str = ""  # paper and equation, or the program that it comes from
     other_names: tuple[str, ...] = ()  # its names in other programs
-    # Maps arguments of the function to the options that set them, in the section of the registry's
-    # first option.
+    # Arguments of the function, and the options of the first option's section that set them.
     arguments: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
@@ -130,8 +129,7 @@ class AdvantageEstimator(Entry):
 class PolicyLossEntry(Entry):
     """A loss, see kernels/policy_losses.py; its parameters name its inputs."""
 
-    # Its authors' `clip_ratio_low` and `clip_ratio_high`, unless they bound the ratio of a single
-    # token.
+    # Its authors' `clip_ratio_low` and `clip_ratio_high`, unless they clip single tokens.
     authors_clip: tuple[str, str] | None = None
     # It is biased once the policy has changed.
     needs_one_update: bool = _need("one optimizer step per rollout")

@@ -68,11 +68,7 @@ class Prompts:
 
 @pytree
 class Rollout:
-    """Sampled responses.
-
-    Lengths and the action mask are authoritative: no module searches for pad or EOS ids to locate
-    the end of a response.
-    """
+    """Sampled responses, of which lengths and masks are authoritative, never pad or EOS ids."""
 
     prompts: Prompts  # the prompts, each repeated n times; sample b answers row b
     # Row b holds its response in columns 0..lengths[b] - 1, including the EOS that ended it.
@@ -119,11 +115,7 @@ class Sequences:
 
 @pytree
 class Packing:
-    """The place of each sample's tokens in packed rows. Leading dimensions may precede R.
-
-    A row holds whole samples one after the other. `sample` also serves as the segment id that
-    attention does not cross.
-    """
+    """The place of each sample's tokens in packed rows, and its segment id; [..., R, L]."""
 
     sample: Int32[Array, "*leading R L"]  # index into the batch of samples, -1 in empty places
     position: Int32[Array, "*leading R L"]  # position in that sample's sequence, 0 in empty places
@@ -148,17 +140,13 @@ class Control:
     """The values, apart from parameters, that carry over from one step to the next."""
 
     kl_coef: Float32[Array, ""]  # coefficient of the KL penalty in the coming step
-    # `masked_statistics.Moments` under "rewards" if scores are normalized, and under "returns" if
-    # the critic learns normalized values.
+    # Of "rewards" if scores are normalized, of "returns" if the critic learns normalized values.
     moments: dict[str, Any]
 
 
 @pytree
 class Experience:
-    """Everything that the update learns from, aligned with `Rollout.responses`.
-
-    Arrays of [B, T] are 0 where `action_mask` is False.
-    """
+    """Everything that the update learns from; arrays of [B, T] are 0 outside `action_mask`."""
 
     sequences: Sequences  # the tokens
     sample_mask: Bool[Array, " B"]  # False for samples that are excluded from all losses

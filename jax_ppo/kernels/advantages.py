@@ -181,14 +181,12 @@ def reward_to_go(
 ) -> Float[Array, " T"]:
     """Return G_t = sum_k gamma^k r_{t+k} to the end of the response, float32, 0 where mask is 0.
 
-    Equals `gae` at lam = 1 with all values 0, and takes its arguments: unbiased without a critic,
-    with the variance of all rewards to come.
+    `gae` at lam = 1 with values 0: unbiased, with the variance of all rewards to come.
     """
     return gae(rewards_T, jnp.zeros_like(rewards_T), mask_T, gamma, 1.0)[0]
 
 
-# Advantages without a critic. The n samples b = prompt * n ... prompt * n + n - 1 of a prompt
-# serve as each other's baseline.
+# Advantages without a critic. The n adjacent samples of a prompt are each other's baseline.
 
 
 def equalize_groups(

@@ -32,11 +32,9 @@ class PolicyBatch(NamedTuple):
     logprobs: Float[Array, " *shape"]
     old_logprobs: Float[Array, " *shape"]  # <= 0, under the policy at the start of the update
     advantages: Float[Array, " *shape"]  # per token
-    # 1 on the tokens that the loss counts, in any pattern. Elsewhere the three above may hold
-    # anything, NaN included.
+    # 1 on the tokens that the loss counts. Elsewhere the three above may be anything, even NaN.
     mask: Shaped[Array, " *shape"]
-    # At each token, how many tokens of its response the mask selects; may hold anything where mask
-    # is 0.
+    # At each token, how many tokens of its response the mask selects; anything where mask is 0.
     action_counts: Integer[Array, " *shape"]
 
 
@@ -61,8 +59,7 @@ class LossInputs(NamedTuple):
 
     batch: PolicyBatch
     clip: Clip
-    # Returns, at each token of `batch`, the sum of x over the token's response; x is 0 where mask
-    # is 0.
+    # Returns, at each token, the sum of x over its response; x is 0 where mask is 0.
     sequence_sum: SequenceSum
     mini_batch: MiniBatchTokens  # of which `batch` may hold only a part
     # Brings an array of the shape of `mini_batch`, [B, T], to the tokens of `batch`.
@@ -70,18 +67,13 @@ class LossInputs(NamedTuple):
 
 
 class PolicyLoss(NamedTuple):
-    """Policy loss per token, float32, in the shape of the inputs.
-
-    Where mask is 0: loss 0, ratio 1, log_ratio 0, no flag set.
-    """
+    """Policy loss per token, float32; where mask is 0, loss 0, ratio 1, log_ratio 0, no flags."""
 
     loss: Float[Array, " *shape"]  # to be summed with the weights of `loss_weights`
     ratio: Float[Array, " *shape"]  # the ratio that the loss uses, in [exp(-20), exp(20)]
-    # Present log-prob - old log-prob, in nats, clamped to +-20; |log_ratio| = 20 means that it was
-    # clamped.
+    # In nats, present log-prob - old log-prob, clamped to +-20 (where 20 means clamped).
     log_ratio: Float[Array, " *shape"]
-    # 1 where the clip leaves the token no gradient (cispo: where it truncates the weight, and the
-    # gradient stays).
+    # 1 where the clip leaves the token no gradient (cispo: where it truncates the weight).
     clipped: Float[Array, " *shape"]
     # 1 where the dual clip capped the loss, so that the token has no gradient.
     dual_clipped: Float[Array, " *shape"]
@@ -171,8 +163,7 @@ def value_loss(
     unclipped_loss = 0.5 * jnp.square(values - returns)
     if clip is None:
         return ValueLoss(loss=unclipped_loss, clipped=jnp.zeros_like(unclipped_loss))
-    # Not V_old + clip(V - V_old), which rounds: inside the range the clipped value must be exactly
-    # V, or tokens there would be flagged as clipped.
+    # Not V_old + clip(V - V_old), whose rounding would flag tokens inside the range as clipped.
     clipped_values = jnp.clip(values, old_values - clip, old_values + clip)
     clipped_loss = 0.5 * jnp.square(clipped_values - returns)
     clipped = clipped_loss > unclipped_loss
@@ -286,7 +277,6 @@ def centering_penalty(
 ) -> Float[Array, " *shape"]:
     """Return (chosen + rejected)^2, which pulls the mean score of a pair to 0.
 
-    The likelihood depends on differences alone and leaves the level of the scores undetermined
-    (Eisenstein et al. 2023, arXiv:2312.09244, eq. 2).
+    Likelihoods leave the level of scores open (Eisenstein et al. 2023, arXiv:2312.09244, eq. 2).
     """
     return (chosen + rejected) ** 2

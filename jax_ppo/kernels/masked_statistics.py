@@ -29,10 +29,7 @@ def assert_one_shape(**arrays: Shaped[Array, "..."]) -> None:
 def zero_outside(
     x: Shaped[Array, " *shape"], mask: Shaped[Array, " *shape"]
 ) -> Float[Array, " *shape"]:
-    """Return x where mask = 1 and 0 elsewhere, in float32 at least.
-
-    Neither the value nor the gradient of a masked element passes through.
-    """
+    """Return x where mask = 1, else 0, in float32 at least; masked elements get no gradient."""
     assert_one_shape(x=x, mask=mask)
     return jnp.where(mask.astype(bool), _at_least_float32(x), 0.0)
 

@@ -10,11 +10,7 @@ _assumed_platform: ContextVar[str | None] = ContextVar("assumed_platform", defau
 
 
 def target_platform() -> str:
-    """Return the platform that programs are compiled for.
-
-    This is the platform of the mesh in context, which may differ from this machine's, or that of
-    the default backend if there is no mesh.
-    """
+    """Return the platform of the mesh in context, or of the default backend if there is none."""
     assumed = _assumed_platform.get()
     if assumed is not None:
         return assumed
@@ -26,11 +22,7 @@ def target_platform() -> str:
 
 @contextlib.contextmanager
 def assume_platform(platform: str) -> Iterator[None]:
-    """Trace programs as if for `platform` in the context, whatever they are compiled for.
-
-    An estimate of a machine's memory is compiled for CPU devices if the compiler for that machine
-    is missing.
-    """
+    """Trace programs as if for `platform`, in whose place CPU devices may stand."""
     token = _assumed_platform.set(platform)
     try:
         yield

@@ -10,9 +10,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jax_ppo.kernels.platform import target_platform
 
-# Bytes of float32 logits per chunk. On CPU they should stay in the cache. Elsewhere a chunk must be
-# long enough that reading and writing the sum of the unembedding gradient once per chunk costs less
-# than the matrix products.
+# Bytes of float32 logits per chunk. On CPU they should stay in the cache. Elsewhere a chunk's
+# products must outweigh reading and writing the sum of the unembedding gradient once per chunk.
 CHUNK_BYTES = {"cpu": 4 * 2**20}
 CHUNK_BYTES_ELSEWHERE = 512 * 2**20
 
@@ -63,10 +62,7 @@ def assert_widths(hidden: Float[Array, " G N D"], unembedding: Float[Array, " V 
 
 
 def default_chunk_size(vocabulary: int) -> int:
-    """Return the positions per chunk whose logits fill the chunk budget of the target platform.
-
-    At least MIN_CHUNK_SIZE, however large the vocabulary is.
-    """
+    """Return the positions per chunk whose logits fill the budget of the target platform."""
     budget = CHUNK_BYTES.get(target_platform(), CHUNK_BYTES_ELSEWHERE)
     return max(budget // (4 * vocabulary), MIN_CHUNK_SIZE)
 
@@ -93,10 +89,7 @@ class MaskedChunks:
         return jax.lax.dynamic_slice_in_dim(x, i * self._size, self._size, axis=1)
 
     def gather(self, x_GxN: jax.Array, i: jax.Array) -> jax.Array:
-        """Return chunk i of x [G, N, ...], [G, C, ...].
-
-        It is 0 where the group has no more positions, so that the padding adds nothing to a sum.
-        """
+        """Return chunk i of x [G, N, ...], [G, C, ...]; 0 where the group has no more positions."""
         order = self._slice(self._order, i)
         selected = self._slice(self._selected, i)
         expand = (slice(None),) * 2 + (None,) * (x_GxN.ndim - 2)
@@ -132,10 +125,7 @@ def drop_ids(logits: Float32[Array, "... V"], num_ids: int | None) -> Float32[Ar
 
 
 def softcap(x: Float[Array, " *shape"], cap: float | None) -> Float[Array, " *shape"]:
-    """Return cap tanh(x / cap), in (-cap, cap), elementwise; x itself if `cap` is None.
-
-    Gemma 2 (Gemma Team 2024, section 2) bounds logits by it smoothly.
-    """
+    """Return cap tanh(x / cap), in (-cap, cap) (Gemma 2, section 2); x itself if `cap` is None."""
     if cap is None:
         return x
     return cap * jnp.tanh(x / cap)

@@ -118,9 +118,7 @@ class AbstractStep(StepParts):
 def build_abstract_step(config: Config, mesh: Mesh, hosts: int = 1) -> AbstractStep:
     """Build the abstract programs of a step without placing anything on the mesh.
 
-    Raises:
-      UserError: an option does not match the models or the mesh, or a model has no config.json or
-        cannot run on this machine.
+    Raise `UserError` if options, models, mesh and machine do not match, or config.json is missing.
     """
     if config.rollout.engine != "built-in":
         raise UserError(

@@ -17,8 +17,7 @@ from jax_ppo.runtime.compiled_programs import output_shapes, run_on_shapes
 from jax_ppo.runtime.devices import bytes_per_device
 from jax_ppo.types import Params
 
-# What a compiler reports if a program needs more memory than the device has: the total, or the
-# temporaries alone.
+# What a compiler reports if a program does not fit: the total, or the temporaries alone.
 _ALL_MEMORY = re.compile(r"Used ([\d.]+)([KMG]) of [\d.]+[KMG] hbm")
 _TEMPORARIES = re.compile(r"required for HLO temporaries \(([\d.]+)([KMG])\)")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
@@ -27,12 +26,9 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 def measure_programs(step: AbstractStep) -> tuple[dict[str, ProgramMemory], set[str]]:
     """Compile the programs of a step, by taking it on shapes.
 
-    Returns:
-      The bytes per device of each program by name, and the programs that the compiler refused,
-      whose temporaries it may count with the arrays that they replace.
-
-    Raises:
-      UserError: the compiler failed for another reason than memory.
+    Return the bytes per device of each program by name, and the programs that the compiler refused,
+    whose temporaries may include what they replace. Raise `UserError` if it failed for another
+    reason than memory.
     """
     recorder = _Recorder(step.mesh, step.decoding_weights)
     try:
@@ -45,8 +41,7 @@ def measure_programs(step: AbstractStep) -> tuple[dict[str, ProgramMemory], set[
                 f"{step.hosts} hosts, which compilers of TPUs may refuse: {error}"
             ) from error
         raise
-    # Arrays that have a separate column, by identity: each program gets the shapes that the one
-    # before it returned.
+    # Arrays with a separate column, by identity: programs get the shapes that others returned.
     copies = [x for program in recorder.programs["prepare_weights"] for x in program.results]
     counted = {id(x) for x in (*jax.tree.leaves(step.state), *copies)}
     measured: dict[str, ProgramMemory] = {}

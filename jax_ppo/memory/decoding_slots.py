@@ -28,10 +28,7 @@ _MULTIPLE = 8
 
 
 def count_decoding_slots(run: PPOMemory, rollout_mesh: Mesh, sampling: SamplingOptions) -> int:
-    """Return `rollout.max_num_seqs`, or with 0 the number of slots whose cache fits.
-
-    No sample depends on it. All processes return the same number.
-    """
+    """Return `rollout.max_num_seqs` or, if 0, how many slots' caches fit in every process."""
     config, actor = run.config, run.nets.actor
     if config.rollout.max_num_seqs:
         return config.rollout.max_num_seqs

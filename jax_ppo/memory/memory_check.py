@@ -200,10 +200,7 @@ def _describe_memory(run: PPOMemory) -> Iterator[str]:
 
 
 def fetched_memory(program: StepProgram, options: StepOptions, state: TrainState) -> dict[str, int]:
-    """Return the bytes that each device copies from the host's memory for a program, by their kind.
-
-    `state` has shapes, as `StateBuilder.shapes` returns them.
-    """
+    """Return the bytes that each device copies from the host for a program, by their kind."""
     read = {program.role, *program.forwards(options)} & state.models.keys()
     if program.kind == "sampling":
         read = set()  # it reads the decoding copy

@@ -50,10 +50,7 @@ PROCESS_BYTES = 7 * 2**30 // 10
 
 
 def resident_memory(step: AbstractStep, name: str) -> ProgramMemory:
-    """Return the bytes of arrays of known shapes in a program; `name` is its name.
-
-    The sums of weights are computed as at the start of a run (`PPOMemory.measure`).
-    """
+    """Return the bytes of arrays of known shapes in the program of this name."""
     least, program = step.least, find_step_program(name)
     fetched = fetched_memory(program, step.step_options, step.state)
     decodes = program.kind == "sampling"
@@ -171,10 +168,7 @@ def _rows_of_device(step: AbstractStep, packing: Packing) -> tuple[int, int]:
 
 
 def _join(step: AbstractStep, layers: int, head: int) -> int:
-    """Return the memory of layers and head, which run one after the other.
-
-    Gathered weights of the head arrive while the layers run, so that both are in memory.
-    """
+    """Return the memory of layers and head in turn; the head's weights arrive while layers run."""
     return layers + head if meshes.gathers_weights(step.mesh) else max(layers, head)
 
 

@@ -89,10 +89,7 @@ def _is_allowed(change: Change) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class PossibleChanges:
-    """The changes of a PPO run: the words of each on the command line, and the options after it.
-
-    Those that other options do not allow are left out.
-    """
+    """The changes of a PPO run that other options allow: their words, and the options after it."""
 
     config: Config
     mesh: Mesh
@@ -101,10 +98,7 @@ class PossibleChanges:
         return filter(_is_allowed, self._all())
 
     def save_temporary_memory(self) -> Iterator[Change]:
-        """Return the changes that save temporary memory only.
-
-        More is computed again, or fewer tokens are processed at once.
-        """
+        """Return changes that save temporary memory only, by more computation or smaller parts."""
         return filter(_is_allowed, self._save_temporary_memory())
 
     @property

@@ -125,11 +125,8 @@ class StepPlan:
 def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> StepPlan:
     """Plan memory and time of a PPO step.
 
-    The step is compiled if the machine's compiler is installed; without it or `compiles` its
-    temporaries are estimated.
-
-    Raises:
-      UserError: the options do not match the machine or the models, or a model has no config.json.
+    Without `compiles` or the machine's compiler, temporaries are estimated. Raise `UserError` if
+    the options do not match machine or models, or a model has no config.json.
     """
     platform = topology.device_type.platform
     # All GPUs that can be named have bfloat16.

@@ -84,8 +84,7 @@ def critic_values(
 ) -> tuple[Tokens, Float32[Array, " B"]]:
     """Return values in units of reward, and the value that each response bootstraps from.
 
-    The latter is that of the state after the response's last token if it was truncated and
-    bootstrapping is configured; otherwise 0.
+    That is 0, or the final state's of a truncated response if bootstrapping is configured.
     """
     bootstraps = options.algorithm.bootstrap_truncated
     assert outputs.values is not None, "GAE needs a critic's values"
@@ -113,8 +112,7 @@ def generalized_advantages(
 ) -> Estimates:
     """Return advantages and returns by GAE; the returns may have other lambdas.
 
-    Steps are actions or turns: tokens that the policy did not choose neither discount nor end an
-    episode.
+    Steps are actions or turns: other tokens neither discount nor end an episode.
     """
     entry = ADVANTAGE_ESTIMATORS[algorithm.adv_estimator]
     arguments = entry.read_arguments(algorithm)

@@ -1,8 +1,7 @@
 """From forward passes and rewards of a rollout to the experience that the update learns from.
 
-`estimate_experience` is a pipeline: shape rewards, subtract the KL penalty, estimate advantages,
-whiten, normalize returns, weight by importance, and set the next step's control. Each part is a
-function; rewards are shaped in `reward_shaping.py`, advantages estimated in `advantages.py`.
+`estimate_experience` is a pipeline of functions: shape rewards, subtract the KL penalty, estimate
+advantages, whiten, normalize returns, weight by importance, set the next step's control.
 """
 
 import functools
@@ -42,8 +41,7 @@ def estimate_experience(
 ) -> tuple[Experience, Metrics]:
     """Return the experience that the update learns from, and metrics: scalars on the mesh.
 
-    The sampler's log-probs are the old ones if `outputs` has none. If it has, metrics compare the
-    two, which differ by rounding, or by older weights of the sampler.
+    Without log-probs in `outputs` the sampler's are the old ones; else metrics compare both.
     """
     algorithm = options.algorithm
     masks = select_tokens(algorithm, sequences)
@@ -130,10 +128,7 @@ def weight_by_importance(
     sampled_logprobs: Tokens,
     masks: Masks,
 ) -> tuple[Tokens | None, Metrics]:
-    """Return the importance weights of the sampled tokens, `None` if they are not configured.
-
-    If the log-probs were recomputed, the metrics also compare the sampler's with them.
-    """
+    """Return the sampled tokens' importance weights, `None` if not configured, and metrics."""
     metrics: Metrics = {}
     if outputs.old_logprobs is not None:
         # How far sampler and trainer differ; reported even if no weights correct for it.

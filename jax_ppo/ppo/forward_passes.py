@@ -127,10 +127,7 @@ class ForwardOutputs:
 
 @program(static_argnames=("length",))
 def join_sequences(rollout: Rollout, length: int) -> Sequences:
-    """Join prompts and responses without a gap.
-
-    The result has S = `length` columns.
-    """
+    """Join prompts and responses without a gap, in S = `length` columns."""
     column = jnp.arange(length)
     prompts = rollout.prompts.lengths[:, None]
     lengths = rollout.lengths[:, None]
@@ -199,7 +196,6 @@ def run_forward_passes(
     packed: PackedRows,
 ) -> ForwardOutputs:
     """Run the roles that are needed over packed rows, one micro-batch at a time."""
-    # No field is computed by two parts.
     fields: dict[str, jax.Array] = {}
     for part in options.parts:
         outputs = forward_part(options, nets, part, state, sequences, packed)

@@ -49,10 +49,7 @@ class RolloutPacker:
     reads_as_updated: bool = False
 
     def pack(self, step: int, lengths: np.ndarray) -> RolloutPacking:
-        """Pack a rollout for forward passes, and for the update in freshly shuffled mini-batches.
-
-        `lengths` counts the tokens of each sample's prompt and response, int [B].
-        """
+        """Pack a rollout for forward passes and shuffled mini-batches; `lengths` int [B]."""
         # Roles that divide a rollout alike share one packing, which is made and sent once.
         divide = functools.cache(lambda x: self._mini_batches(step, lengths, x))
         divided = {role: divide(partition) for role, partition in self.partitions.items()}
@@ -90,8 +87,7 @@ class RolloutPacker:
     ) -> tuple[MiniBatches, int, Packing]:
         """Divide the whole rollout again in each epoch, and pack each mini-batch separately.
 
-        Returns them, the number of places for tokens in micro-batches that hold any, and rows on
-        the host.
+        Return them, the places for tokens in micro-batches that hold any, and rows on the host.
         """
         samples = len(lengths)
         mini_batches_per_epoch = self.prompts_per_step // partition.prompts_per_mini_batch
@@ -139,10 +135,7 @@ class RolloutPacker:
 
 
 def make_packer(config: Config, mesh: Mesh, has_critic: bool) -> RolloutPacker:
-    """Return the packer that the options describe.
-
-    The critic's options default to the actor's. `has_critic` is about a separate critic.
-    """
+    """Return the packer that the options describe, the critic's only if it is a separate one."""
     actor = Partition(
         epochs=config.actor.ppo_epochs,
         prompts_per_mini_batch=config.actor.ppo_mini_batch_size,

@@ -127,10 +127,7 @@ class RolloutObjective:
     def sample_weights(
         self, batch: MiniBatches, mask_BxT: Bool[Array, "B T"] | None = None
     ) -> Weights:
-        """Return the weights [B] of samples, given the tokens to learn from (default: actions).
-
-        They depend only on the whole mini-batch, not on how it is split.
-        """
+        """Return the weights [B] of samples in their mini-batch, by default by their actions."""
         counts_B = count_learned_tokens(self.experience, batch, mask_BxT)
         divisors = AGGREGATIONS[self.aggregation].function
         return Weights(
@@ -317,8 +314,7 @@ def count_learned_tokens(
 ) -> Int32[Array, " B"]:
     """Return the number of tokens of each sample that a mini-batch learns from.
 
-    It learns from the tokens of the mask, or from all action tokens; from none of a sample that is
-    outside the mini-batch or excluded by the sample mask.
+    They are the mask's or all action tokens; none of samples that are outside or excluded.
     """
     counted_BxT = experience.action_mask if mask_BxT is None else mask_BxT
     return jnp.where(batch.members & experience.sample_mask, counted_BxT.sum(1), 0)

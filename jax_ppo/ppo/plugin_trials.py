@@ -16,17 +16,13 @@ from jax_ppo.ppo import advantages, policy_loss
 from jax_ppo.ppo.objectives import METRICS, OTHER_ACTOR_METRICS
 from jax_ppo.ppo.reward_shaping import KLFunction, get_kl_estimator
 
-# Of the responses that a function is tried with: no multiple of the other, so that a sum over the
-# wrong axis has another shape.
+# Sizes of a trial, no multiples: a sum over the wrong axis has another shape.
 _SAMPLES, _TOKENS = 2, 5
 _LIBRARIES = (f"{Path(jax.__file__).parent}/", f"{Path(__file__).parents[1]}/")
 
 
 def try_plugins(algorithm: Algorithm, actor: Actor, n: int, has_figures: bool = True) -> None:
-    """Try the user's losses and estimators that options name; raise `UserError` if one fails.
-
-    `has_figures` says whether responses come with the figures that an estimator may ask for.
-    """
+    """Try the user's losses and estimators that options name; raise `UserError` if one fails."""
     policy_loss_metrics(actor)
     name = algorithm.adv_estimator
     if ":" in name:

@@ -35,10 +35,7 @@ def policy_loss_inputs(
     members_B: Bool[Array, " B"],
     is_on_policy: bool,
 ) -> LossInputs:
-    """Return what a policy loss can ask for on some rows of the mini-batch of these samples.
-
-    `is_on_policy` says whether the log-probs being differentiated are also the old ones.
-    """
+    """Return what a policy loss can ask for on some rows of the mini-batch of these samples."""
     # Counts and sums cover whole responses, wherever their tokens are packed.
     action_counts_B = experience.action_mask.sum(1)
     batch = PolicyBatch(
@@ -69,10 +66,9 @@ def policy_loss_inputs(
 def compute_policy_loss(name: str, inputs: LossInputs) -> tuple[PolicyLoss, Metrics]:
     """Compute the policy loss that an option names, and a user-defined loss's metrics.
 
-    A user-defined loss is validated while the program is traced: one that takes a mean itself would
-    depend on how a batch is split. Raise `UserError` if it cannot be loaded, returns neither a
-    `PolicyLoss` nor that and a dict of metrics, or if a field or metric is not one number per
-    token.
+    A user's is validated while traced; one that takes a mean would depend on the batch's split.
+    Raise `UserError` if it cannot be loaded, returns neither a `PolicyLoss` nor that and metrics,
+    or anything that is not one number per token.
     """
     named = inputs._asdict()
     if name in POLICY_LOSSES:
@@ -109,10 +105,7 @@ def policy_metrics(
     others: Metrics,
     weights: Float32[Array, "R L"],
 ) -> Metrics:
-    """Return metrics of how far the policy has moved since the rollout, and means of others.
-
-    `weights` are those of the tokens in means over the mini-batch.
-    """
+    """Return metrics of how far the policy has moved; `weights` are the tokens' in means."""
     counts = weights > 0
 
     def mean(x: jax.Array) -> jax.Array:

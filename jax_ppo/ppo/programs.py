@@ -37,8 +37,7 @@ class StepProgram:
     name: str  # as its declaration and the JSON of a plan name it
     label: str  # as the tables of a plan show it
     kind: Kind
-    # The role that is laid out, sampled from or trained, or whose rows a pass reads; empty if none
-    # is.
+    # The role that is laid out, sampled from or trained, or whose rows a pass reads, if any.
     role: str = ""
     runs: Callable[[StepOptions, Networks], bool]  # returns whether a step runs it
     # Returns the roles whose models it runs forward, besides the one that it trains.
@@ -129,10 +128,7 @@ PROGRAMS: tuple[StepProgram, ...] = (
 
 
 def planned_programs(step: StepParts) -> tuple[StepProgram, ...]:
-    """Return the programs of a step whose shapes are known before it.
-
-    Those of a reward model with another tokenizer depend on the responses.
-    """
+    """Return the programs of known shapes: not those of a reward model with another tokenizer."""
     return tuple(
         program
         for program in PROGRAMS

@@ -62,14 +62,11 @@ def make_reward_inputs(
     packed: bool,
     prompts_are_chats: bool = True,
 ) -> tuple["RewardInputs | None", list[str]]:
-    """Return the maker of the reward model's input, `None` if it reads the sampled tokens.
+    """Return the maker of the reward model's input, or `None`, and lines for the user.
 
-    `tokenizers` are the model's and the actor's. A decoder reads prompts that are text as text,
-    even if its tokenizer has a chat template. Raise `UserError` if the model cannot read its input
-    in the form that the options ask for.
-
-    Returns:
-      The maker, and lines for the user.
+    It is `None` if the model reads the sampled tokens. `tokenizers` are the model's and the
+    actor's. A decoder reads prompts that are text as text, even with a chat template. Raise
+    `UserError` if the model cannot read its input in the form that the options ask for.
     """
     tokenizer, actor_tokenizer = tokenizers
     is_encoder = isinstance(net, Deberta)
@@ -189,11 +186,9 @@ class RewardInputs:
     ) -> tuple[ModelInputs, list[bool]]:
         """Tokenize and pack the responses of this process, `indices` of all B = `total`.
 
-        `last_tokens` are the last ones of their prompts, by the actor's tokenizer, `responses` the
-        actor's tokens, int [length] each, and `texts` the decoded responses.
-
-        Returns:
-          The model's input, on the mesh, and for each response whether its input was too long.
+        `last_tokens` are their prompts' last ones, by the actor's tokenizer, `responses` the
+        actor's tokens, int [length] each, and `texts` the decoded responses. Return the model's
+        input, on the mesh, and for each response whether its input was too long.
         """
         # Text follows the prompt directly, so white space at the seam must survive decoding.
         if self.reader.form == "text":

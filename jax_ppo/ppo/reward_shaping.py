@@ -1,7 +1,4 @@
-"""Rewards of a rollout as rewards of its tokens, with the KL penalty.
-
-Also what all parts of `estimate_experience` share: its options, masks and types.
-"""
+"""Rewards of a rollout's tokens, with the KL penalty, and the options that estimates share."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

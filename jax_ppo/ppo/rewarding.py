@@ -91,8 +91,7 @@ def policy_text(
     """Return what the policy wrote in a dialogue, which rules read, a line for each turn.
 
     `response` [length], `is_action` and `starts`, bool [T], are as in `Rollout`. A turn begins at a
-    start and after tokens that the policy did not choose, with the mark of a thought that these
-    opened.
+    start and after tokens of others, with the mark of a thought that these opened.
     """
     is_action, starts = is_action[: len(response)], starts[: len(response)]
     borders = np.flatnonzero(np.diff(is_action) | starts[1:]) + 1
@@ -128,8 +127,7 @@ class RuleScorer:
     def score(self, batch: PromptBatch, rollout: Rollout) -> RuleRewards:
         """Score this process's responses.
 
-        Rules read the policy's tokens, without the observations that an environment has
-        inserted. A reward model reads those, too.
+        Rules read the policy's tokens alone, a reward model also an environment's observations.
         """
         total, max_length = rollout.responses.shape
         responses = self._decode_local(batch, rollout)
@@ -181,10 +179,7 @@ class RuleScorer:
     def add_model_scores(
         self, nets: Networks, state: TrainState, rewards: RuleRewards, rows: ModelInputs
     ) -> jax.Array:
-        """Return the scores [B] plus the weighted ones of the reward model, if there is one.
-
-        It reads `rows`, the sampled tokens packed, unless it has another tokenizer.
-        """
+        """Return the scores [B] plus the weighted ones of the reward model, if there is one."""
         if nets.reward is None:
             return rewards.scores
         params = state.role_params("reward", nets)
@@ -197,10 +192,7 @@ class RuleScorer:
     def _place_figures(
         self, responses: LocalResponses, scored: ScoredBatch, total: int
     ) -> dict[str, jax.Array]:
-        """Return the figures that the advantage estimator asks for, [B] each.
-
-        Raise `UserError` if the reward function does not return one of them for a response.
-        """
+        """Return the estimator's figures, [B] each; raise `UserError` if a response lacks one."""
         placed = {}
         for name in self.figures:
             values = scored.extra.get(name, np.full(len(scored.scores), np.nan, np.float32))
@@ -335,8 +327,7 @@ def gather_samples(
 ) -> dict[str, np.ndarray]:
     """Return figures of all processes' samples, float32 [B] by name, NaN where one has none.
 
-    `per_sample` has [b] by name, not all names in every process, of the rows `indices` of B =
-    `total`.
+    `per_sample` has [b] by name, not everywhere the same names, of rows `indices` of B = `total`.
     """
     # Arrays can only be exchanged once all processes agree on their columns.
     names = sorted(set().union(*distributed.allgather_json(sorted(per_sample))))

@@ -44,11 +44,7 @@ class StepResult(NamedTuple):
 def take_ppo_step(
     parts: StepParts, state: TrainState, samples: SampleSource, step: int, observer: StepObserver
 ) -> tuple[TrainState, StepResult]:
-    """Take one step, numbered from 0; the train state is donated.
-
-    Returns:
-      The new state and the other results. The mesh may still be computing both.
-    """
+    """Take one step, numbered from 0, donating the state; the mesh may still be computing."""
     # 1. Sample responses.
     sampled, packed = take_samples(parts, state, samples, step, observer)
 

@@ -62,8 +62,7 @@ class StepParts:
     engine: RolloutEngine  # generates responses, with the parameters that `policy_params` returns
     sampling: SamplingOptions  # how it samples for training (`rollout`)
     total_steps: int  # number of steps of the whole run; 0 where nothing is trained
-    # Whether the reward model, if there is one, reads the sampled tokens; the shapes of other
-    # tokens depend on the texts.
+    # Whether a reward model, if any, reads the sampled tokens: others' shapes depend on texts.
     reads_rollout: bool
 
     training: PromptDataset  # the prompts that the actor is trained on
@@ -107,10 +106,7 @@ def make_engine(
     mesh: Mesh,
     rollout_mesh: Mesh,
 ) -> RolloutEngine:
-    """Return the engine that samples from the actor, on a separate mesh if it has one.
-
-    `params` has the shapes of its parameters, which `update_weights` brings; `mesh` is the run's.
-    """
+    """Return the engine that samples from the actor, on a separate mesh if it has one."""
     if not meshes.shares_devices(mesh, rollout_mesh):
         built_in = BuiltInEngine(rollout_mesh, actor, params, trained_on=mesh)
         return SeparateEngine(built_in, mesh=rollout_mesh, run_mesh=mesh)
@@ -121,10 +117,7 @@ def make_engine(
 
 
 def make_stop_search(options: RolloutOptions, tokenizer: Any, vocab_size: int) -> TextSearch | None:
-    """Return the search for `rollout.stop`, `None` if it is unset.
-
-    Raise `UserError` if strings cannot be searched for with this tokenizer.
-    """
+    """Return the search for `rollout.stop` or `None`; raise `UserError` if it is impossible."""
     strings = parse_strings(options.stop)
     if not strings:
         return None
@@ -142,8 +135,7 @@ def sampling_options(
 ) -> SamplingOptions:
     """Return the engine's options for `rollout` or `rollout.val_kwargs`.
 
-    Of `eos_ids`, which end a response, repeated ones and `None` are left out; `stop` is the result
-    of `make_stop_search`.
+    Repeated `eos_ids` and `None` are left out; `stop` is from `make_stop_search`.
     """
     partial_length = None
     if rollout.max_staleness > 1:

@@ -56,13 +56,9 @@ def update_state(
 ) -> tuple[TrainState, Metrics]:
     """Train the actor and a separate critic, if there is one, on one rollout.
 
-    The trained trees of `state` are donated. `batches` are the mini-batches of each role.
-
-    Returns:
-      The new state, and metrics: scalars on the mesh, reduced as `learner.Metric` states; NaN if no
-      optimizer step had tokens to learn from. While only the critic learns
-        (`trainer.critic_warmup`),
-      the actor's metrics are computed, too.
+    The trained trees of `state` are donated. `batches` are the mini-batches of each role. Return
+    the new state, and metrics: scalars on the mesh, reduced as `learner.Metric` states; NaN without
+    tokens to learn from. The actor's are computed during `trainer.critic_warmup`, too.
     """
     arguments = update_arguments(setup, state, experience, batches)
     trained: dict[str, Trained] = {}

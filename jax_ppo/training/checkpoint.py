@@ -51,9 +51,8 @@ class Restored(NamedTuple):
 class Checkpointer:
     """The checkpoints of one run: the newest ones and the best one.
 
-    Every process of the run creates one and calls its methods in the same order; the directory is
-    in a bucket, or on a disk that all of them share. Leaving the `with` block waits for a save in
-    progress.
+    Every process creates one and calls its methods in the same order; the directory is in a bucket
+    or on a shared disk. Leaving the `with` block waits for a save in progress.
     """
 
     def __init__(
@@ -292,10 +291,7 @@ def _validate_format(checkpoint: str, meta: dict[str, Any]) -> None:
 
 
 def _validate_shapes(checkpoint: str, name: str, saved_tree: Any, abstract: Any) -> None:
-    """Raise `UserError` if names or shapes differ: other errors name no parameter.
-
-    `saved_tree` is the result of `Checkpointer.saved_tree`.
-    """
+    """Raise `UserError` if names or shapes differ: other errors name no parameter."""
     if saved_tree is None:
         raise UserError(f"{checkpoint} holds no {name!r}")
     saved, wanted = _shapes(saved_tree), _shapes(abstract)

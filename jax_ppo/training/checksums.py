@@ -45,10 +45,7 @@ async def _write_last_metadata(temporary_path: Any) -> None:
 
 
 class ChecksummedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
-    """A temporary checkpoint folder of Orbax that gets its checksums before it is renamed.
-
-    Orbax finalizes it on the first process, after all processes have written their arrays.
-    """
+    """A temporary checkpoint folder of Orbax that gets its checksums before it is renamed."""
 
     async def finalize(self) -> None:
         """Write the last metadata and the checksums, then rename the folder."""
@@ -101,8 +98,7 @@ def write_bucket_checksums(address: str) -> None:
 def find_damage(folder: str | Path, *, small_files_only: bool = False) -> str | None:
     """Return what is wrong with a checkpoint's files, or `None` if they are as they were written.
 
-    `folder` is a path or an address. With `small_files_only`, of local files the checksums of small
-    ones alone are computed, and the sizes of all compared.
+    `small_files_only` computes checksums of small local files alone, and compares all sizes.
     """
     if isinstance(folder, str) and remote.is_address(folder):
         objects = remote.list_files(folder, "--workdir")
@@ -151,10 +147,9 @@ def find_damage(folder: str | Path, *, small_files_only: bool = False) -> str | 
 def set_damaged_aside(directory: str, report: Callable[[str], None]) -> int | None:
     """Rename damaged checkpoints; return the step of the newest intact one, if there is any.
 
-    Only the newest intact checkpoint is read completely. Of older ones, which are the best of the
-    run or spare, the sizes and the small files, which hold the metrics, are compared. `directory`
-    is a path or an address with a folder per step; `report` is called with a line for each damaged
-    checkpoint.
+    That one is read completely; of older ones only the sizes and the small files, which hold the
+    metrics. `directory` is a path or an address with a folder per step; `report` is called with a
+    line for each damaged checkpoint.
     """
     newest = None
     if remote.is_address(directory):

@@ -21,10 +21,7 @@ from jax_ppo.types import Control
 def first_control(
     kl_options: KLControl, reward: Reward, critic: Critic, returns: Moments | None = None
 ) -> Control:
-    """Return the `Control` of step 0: the first KL coefficient, and running moments.
-
-    `returns` has the moments of a critic that continues.
-    """
+    """Return the `Control` of step 0; `returns` has the moments of a critic that continues."""
     # Only configured moments exist, so that other runs carry and save none.
     tracked_moments = {}
     if reward.normalize != "none":
@@ -35,10 +32,7 @@ def first_control(
 
 
 def read_value_unit(critic: Critic, folder: Path) -> Moments | None:
-    """Return the moments by which the values of the critic in a folder are normalized, if any.
-
-    Raise `UserError` if `critic.normalize_values` would read its values in another unit.
-    """
+    """Return the moments of a folder's critic, if any; raise `UserError` if its unit differs."""
     path = folder / VALUE_UNIT
     setting = f"config.critic.normalize_values={critic.normalize_values}: the critic in "
     if not path.exists():

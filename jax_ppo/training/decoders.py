@@ -22,19 +22,12 @@ from jax_ppo.runtime.parallelism.split_attention import num_row_parts
 
 
 def packed_row_length(packing: PackingOptions, attention: str, longest: int, parts: int) -> int:
-    """Return L, the number of tokens of a packed row in PPO, which `parts` devices split.
-
-    Unless configured, it is the length of the longest sample, rounded up so that the platform's
-    attention program runs.
-    """
+    """Return L, the tokens of a packed row, which `parts` devices split, at least `longest`."""
     return packing.row_length or round_row_length(attention, _platform(), longest, parts)
 
 
 def build_decoder(architecture: Architecture, options: Model, row_length: int) -> Transformer:
-    """Return the decoder for packed rows of `row_length` tokens.
-
-    Raise `UserError` if the attention program of `options` cannot run on this machine.
-    """
+    """Return the decoder for packed rows; raise `UserError` if its attention cannot run here."""
     dtype = jnp.dtype(options.dtype)
     try:
         # Chosen once, by what this machine and this model can run.
@@ -68,10 +61,7 @@ def decoding_program(options: RolloutOptions, sequence_length: int, decoder: Tra
 def describe_attention(
     options: Model, decoder: Transformer, row_length: int, decodes: bool = False
 ) -> str:
-    """Return a line that names the attention program of each phase; "" if all use xla as asked.
-
-    `decodes` says whether the built-in engine samples from this decoder.
-    """
+    """Return a line on the attention program of each phase; "" if all use xla as asked."""
     reason = None
     if options.attention == "auto":
         facts = _attention_facts(decoder.architecture, decoder.dtype, row_length)
@@ -118,11 +108,7 @@ def _platform() -> str:
 
 
 def _gpu_generation() -> int | None:
-    """Return the major part of the compute capability of this machine's NVIDIA GPUs, else `None`.
-
-    JAX decides by this machine which head sizes cuDNN takes, so it is also `None` where programs
-    are compiled for another one.
-    """
+    """Return the compute capability's major part of NVIDIA GPUs here, if JAX compiles for them."""
     backend = jax.extend.backend.get_backend()
     if _platform() != "cuda" or target_platform() != backend.platform:
         return None

@@ -1,7 +1,6 @@
 """Forward passes over packed rows: hidden states, log-probs, values and scores.
 
-The passes before the update evaluate these functions, and the update differentiates them. Since
-both share one code path, the probability ratio of the first mini-batch is 1.
+The passes before the update and the update share them, so that its first ratio is 1.
 """
 
 from typing import Any, NamedTuple
@@ -76,10 +75,9 @@ def target_logprobs(
     temperature: float,
     with_entropy: bool = True,
 ) -> tuple[Float[Array, "R L"], Float[Array, "R L"] | None]:
-    """Return each target's log-prob and the entropy of its distribution, in float32 nats.
+    """Return each target's log-prob and entropy, in float32 nats, 0 where `rows.mask` is False.
 
-    Both are 0 where `rows.mask` is False. The temperature, > 0, divides the logits. Without
-    `with_entropy` the entropy is `None`.
+    The temperature, > 0, divides the logits. Without `with_entropy` the entropy is `None`.
     """
     # Positions are grouped by device, so that no hidden states move between devices.
     values, entropy = logprobs.token_logprobs(
@@ -125,10 +123,7 @@ def kl_over_vocabulary(
 
 
 def scalar_outputs(model: Transformer, params: Params, rows: Rows) -> Float[Array, "R L"]:
-    """Return the output of a scalar head at each place, float32; meaningless in empty places.
-
-    It is the critic's value of the state after the token, or a reward model's score up to it.
-    """
+    """Return a scalar head's output at each place, float32: a value or score after the token."""
     return compute_scalars(params, hidden_states(model, params, rows))
 
 

@@ -105,10 +105,7 @@ class Objective(Protocol):
         """Return what `loss` needs of the whole mini-batch, such as the weights of its samples."""
 
     def loss(self, params: Params, rows: Rows, weights: Any) -> LossAndMetrics:
-        """Return the share of a mini-batch's loss and metrics that some of its rows contribute.
-
-        `weights` is what `weigh` returns for the mini-batch.
-        """
+        """Return the share of a mini-batch's loss and metrics that some of its rows contribute."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,10 +191,8 @@ class Learner:
     ) -> tuple[Params, optax.OptState, Metrics, bool | jax.Array]:
         """Take the optimizer step of one mini-batch: `batch` without the leading axis U.
 
-        Returns:
-          The new parameters and optimizer state, metrics, and whether the mini-batch is within the
-            limit
-          of the early stop; if it is not, parameters and state are unchanged.
+        Return new parameters and optimizer state, metrics, and whether the mini-batch is within the
+        limit of the early stop; if it is not, parameters and state are unchanged.
         """
         stored_key, sum_key = rounding_keys(
             self.rounding_seed, self.rounding_stream, optimizer_state
@@ -264,9 +259,6 @@ def add_gradient(
     total: Params,
     key: jax.Array | None,
 ) -> tuple[Params, Any]:
-    """Return `total` with the gradient of `loss` added, and the auxiliary output of `loss`.
-
-    `key` rounds a total in bfloat16.
-    """
+    """Return `total` with the gradient of `loss` added, rounded by `key`, and the loss's output."""
     gradients, aux = jax.grad(loss, has_aux=True)(params)
     return add_gradients(total, gradients, key), aux

@@ -82,8 +82,7 @@ class Folders(ByRole[Path]):
     """The folder of each role's checkpoint, in Hugging Face format.
 
     With `model.lora` the actor's is the base of all adapters, and `adapters` the folder that the
-    actor's start from, absent for new ones. A role without a folder starts from the actor's
-    checkpoint.
+    actor's start from, if any. A role without a folder starts from the actor's checkpoint.
     """
 
     @property
@@ -98,10 +97,7 @@ class Folders(ByRole[Path]):
 
 @dataclasses.dataclass(frozen=True)
 class NetworkReader:
-    """Reads the models of a run from the folders of its roles.
-
-    `needs_weights` refuses folders without weights; a plan needs config.json alone.
-    """
+    """Reads the models of a run from the folders of its roles; a plan needs no weights in them."""
 
     config: Config
     folders: Folders

@@ -113,14 +113,9 @@ def descend(
 ) -> tuple[Params, optax.OptState, jax.Array, jax.Array]:
     """Take one optimizer step, unless the gradient is not finite or updates are disabled.
 
-    It is computed in float32. What is stored in bfloat16 is rounded stochastically, by `key`, the
-    first of `rounding_keys`. A skipped step leaves parameters and optimizer state unchanged to the
-    bit.
-
-    Returns:
-      The new parameters and optimizer state, the global gradient norm before clipping, and whether
-        it
-      is finite.
+    It is computed in float32; `key`, the first of `rounding_keys`, rounds what is stored in
+    bfloat16. A skipped step changes no bit. Return parameters and optimizer state, the global
+    gradient norm before clipping, and whether it is finite.
     """
     gradients = widen(gradients)
     wide_params = widen(params)
@@ -159,8 +154,7 @@ def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
 def _hash_positions(shape: tuple[int, ...], key: jax.Array) -> jax.Array:
     """Return a uint32 per position, from the position and the key.
 
-    `jax.random.bits` would store several numbers per parameter before they are used. Rounding needs
-    16 uniform bits, and no cryptographic strength.
+    Unlike `jax.random.bits`, it stores nothing in between; 16 uniform bits are enough.
     """
     first_word, second_word = jax.random.bits(key, (2,), jnp.uint32)
     # The leading axis apart: stacked layers may have more elements than 32 bits count.
@@ -189,10 +183,7 @@ def widen(tree: Any) -> Any:
 
 
 def store_like(tree: Any, stored: Any, key: jax.Array) -> Any:
-    """Return the float32 tree with leaves rounded stochastically where `stored` has bfloat16.
-
-    Each leaf uses a separate key; leaves of other types are left alone.
-    """
+    """Return the float32 tree, each leaf rounded stochastically where `stored` has bfloat16."""
     leaves, structure = jax.tree.flatten(tree)
     rounded = [
         round_stochastically(x, jax.random.fold_in(key, i)) if like.dtype == jnp.bfloat16 else x
@@ -202,10 +193,7 @@ def store_like(tree: Any, stored: Any, key: jax.Array) -> Any:
 
 
 def gradient_shapes(params: Any, dtype: str) -> Any:
-    """Return shapes and shardings of a sum of gradients.
-
-    With "float32", gradients of bfloat16 parameters are summed in float32, too.
-    """
+    """Return shapes and shardings of a gradient sum: of bfloat16 in float32 with "float32"."""
 
     def shape(x: Any) -> jax.ShapeDtypeStruct:
         # Wider parameters, such as float64 in a comparison, keep their precision.

@@ -190,11 +190,9 @@ class Rows:
     samples: Int[Array, "R L"]  # index of the sample, 0 in empty places
     # Index of the target in its response; any valid index if it is not a response token.
     steps: Int[Array, "R L"]
-    # True where the target is a token that the policy chose (`action_mask`). Log-probs, values and
-    # losses are defined there.
+    # True where the target is an action token: log-probs, values and losses are defined there.
     mask: Bool[Array, "R L"]
-    # The experts of each token that the sampler recorded, any in empty places; `None` if it
-    # recorded none.
+    # The experts that the sampler recorded of each token, any in empty places; `None` without.
     routed_experts: UInt[Array, "R L layers k"] | None = None
 
 
@@ -233,10 +231,7 @@ def to_rows(values_BxT: jax.Array, rows: Rows) -> Float[Array, "R L"]:
 
 
 def sample_sums(values_RxL: Float[Array, "R L"], rows: Rows, samples: int) -> Float[Array, "R L"]:
-    """Return at each action token the sum over all action tokens of its response; 0 elsewhere.
-
-    The rows must hold the whole of each response.
-    """
+    """Return at each action token the sum over those of its response, which the rows hold whole."""
     masked_RxL = jnp.where(rows.mask, values_RxL, 0)
     # A sum by sample, not by row: a row holds several responses.
     sums_B = jnp.zeros(samples, values_RxL.dtype).at[rows.samples].add(masked_RxL)

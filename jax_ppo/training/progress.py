@@ -14,10 +14,7 @@ from jax_ppo.training.checkpoint import Checkpointer
 
 @dataclasses.dataclass
 class Progress:
-    """How far a run has come.
-
-    Together with the trained arrays and the options, this is everything that a checkpoint holds.
-    """
+    """How far a run has come: with trained arrays and options, all that a checkpoint holds."""
 
     step: int = 0  # number of completed steps
     position: int = 0  # training examples consumed

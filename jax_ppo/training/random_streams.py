@@ -1,7 +1,4 @@
-"""Random numbers that follow from the seed of a run: numbered streams, and the keys of samples.
-
-A key depends on seed, stream and step alone, never on earlier draws.
-"""
+"""Random numbers from seed, stream and step alone: numbered streams, and the keys of samples."""
 
 import enum
 import functools

@@ -1,8 +1,7 @@
 """The table of roles: which models a PPO run has, where each starts, and what trains it.
 
-A role is one entry of `ROLES`; `resolve_roles` reads the options of a run for it, once. Folders,
-models, state, shapes, checkpoints, memory, counts and exports follow from the two; what a role
-computes is an entry of `ppo.programs.PROGRAMS`.
+A role is one entry of `ROLES`; `resolve_roles` reads the options of a run for it, once. All else
+follows from the two; what a role computes is an entry of `ppo.programs.PROGRAMS`.
 """
 
 import dataclasses

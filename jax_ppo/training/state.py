@@ -59,10 +59,7 @@ class TrainState:
         return self.models.get("reference")
 
     def on_device(self) -> "TrainState":
-        """Return the state with its parameters in the devices' memory, inside a compiled function.
-
-        A program copies only those arrays from the host's memory that it uses.
-        """
+        """Return the state on the devices, in a program, which copies only the arrays it uses."""
         return dataclasses.replace(self, models=placement.to_device(self.models))
 
     def without_trained(self) -> "TrainState":
@@ -173,8 +170,7 @@ class StateBuilder:
     ) -> TrainState:
         """Return the state to start from, each tree read directly into its shards.
 
-        `trained` has arrays from a checkpoint after `step` steps, in the structure of
-        `trained_shapes`; `None` reads the roles' folders.
+        `trained` has a checkpoint's arrays after `step` steps; `None` reads the roles' folders.
         """
         # Each loader reads only the parts of a tensor that its devices hold.
         shardings = jax.tree.map(lambda x: x.sharding, self.shapes())
@@ -228,10 +224,7 @@ class StateBuilder:
         shardings: TrainState,
         dtype: str | None = None,
     ) -> dict[str, Any]:
-        """Return the models that training changes, in a type or the roles', and the first control.
-
-        A critic keeps the unit of its values.
-        """
+        """Return the models that training changes, and the first control with a critic's unit."""
         returns = None
         critic = next(role for role in self.roles if role.name == "critic")
         if critic.is_used and critic.loaded_head(folders) == "reward":

@@ -38,9 +38,8 @@ class SupervisedObjective:
     head: str  # the head on the decoder, "lm" or "scalar"
     # (sequences, packing of the whole batch) -> how many units the loss is a mean over.
     units: Callable[[Sequences, Packing], jax.Array]
-    # (options, model, params, sequences, rows of a micro-batch) -> sums over its units by name, of
-    # which "loss" is minimized; and, with `options.router_aux_loss_coef`, "router_loss", the sum
-    # over sequences.
+    # (options, model, params, sequences, rows) -> sums over the units of the rows by name: "loss"
+    # is minimized; with `options.router_aux_loss_coef` also "router_loss", the sum over sequences.
     sums: SumsFunction
     names: tuple[str, ...]  # the names of all sums
 
@@ -76,10 +75,7 @@ def _packed_samples(sequences: Sequences, packed: Packing) -> jax.Array:
 def _sum_preferences(
     options: Supervised, model: Transformer, params: Params, sequences: Sequences, rows: Rows
 ) -> Metrics:
-    """Sum the Bradley-Terry loss over pairs.
-
-    The sequences of pair b are b and pairs + b; both are in one row (`packing.split_pairs`).
-    """
+    """Sum the Bradley-Terry loss over pairs; both sequences of a pair are in one row."""
     hidden, router_loss = _run_decoder(options, model, params, sequences, rows)
     scores_RxL = compute_scalars(params, hidden)
     zeros = jnp.zeros(len(sequences.lengths), jnp.float32)
@@ -194,16 +190,12 @@ def make_learner(setup: SupervisedStep, sequences: Sequences) -> Learner:
 def train_step(
     setup: SupervisedStep, state: State, step: jax.Array, batch: Batch
 ) -> tuple[State, Metrics]:
-    """Take one optimizer step on a batch; the metrics are scalars on the mesh.
-
-    The state is donated. `step`, an int32 scalar, is the number of completed steps.
-    """
+    """Take one optimizer step on a batch, after `step` others; the state is donated."""
     rate = learning_rate(setup.options.optim, step, setup.total_steps)
     params, optimizer_state, metrics, _ = make_learner(setup, batch.sequences).take_optimizer_step(
         state["params"], state["optimizer"], rate, True, batch.as_mini_batch()
     )
-    # Otherwise the compiler splits what the table replicates, and the next call would compile
-    # another program.
+    # Otherwise the compiler splits what is replicated, and the next call compiles another program.
     params, optimizer_state = constrain_tree((params, optimizer_state))
     metrics |= {"lr": rate, "tokens": (batch.packing.sample >= 0).sum()}
     return {"params": params, "optimizer": optimizer_state}, metrics

@@ -84,10 +84,7 @@ def entry_steps(batches: np.ndarray) -> np.ndarray:
 
 
 class ContinuedSource(SampleSource):
-    """Continues the responses of a pool, and takes the prompts whose responses are complete.
-
-    It leaves to the next step the pool of the others, which have been continued once more.
-    """
+    """Continues a pool's responses, takes the prompts with complete ones and leaves the others."""
 
     tree_name = POOL
 

@@ -127,10 +127,7 @@ def _replace_tokens(
 def search_tokens(
     options: SamplingOptions, responses_NxT: jax.Array, draws: DrawStates
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the state of the search before each token, and whether it finishes the response.
-
-    `draws` are the states before the first token. Each result is [N, T].
-    """
+    """Return the search's state before each token, and whether it ends the response, [N, T]."""
 
     def advance(stop_N: jax.Array, drawn: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
         tokens_N, position = drawn
@@ -147,9 +144,8 @@ def replace_tokens(
 ) -> tuple[Rollout, DrawStates, jax.Array]:
     """End each response with its first token that was drawn differently, if there is one. Pure.
 
-    `tokens_NxT` are the tokens drawn again, `draws` the states before the first token. Returns the
-    responses, of which those that changed may continue; the states of the draws after them; and how
-    many changed.
+    `tokens_NxT` are drawn again, `draws` the states before the first token. Return the responses,
+    of which changed ones may continue; their draws' states; and how many changed.
     """
     T = tokens_NxT.shape[1]
     differs_NxT = rollout.action_mask & (tokens_NxT != rollout.responses)

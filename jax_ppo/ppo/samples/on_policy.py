@@ -68,8 +68,7 @@ def newest_weights(
 ) -> Iterator[RolloutEngine]:
     """Return a context whose time counts for the rollout, with an engine that has the weights."""
     params = parts.policy_params(state)
-    # GPUs and CPUs dispatch a loop by running it: the host waits here in any case, first for the
-    # updates of actor and critic and then for the samples.
+    # GPUs and CPUs dispatch a loop by running it: the host waits for updates and samples anyway.
     if jax.default_backend() != "tpu":
         with observer.phase("update"):
             jax.block_until_ready((params, state))

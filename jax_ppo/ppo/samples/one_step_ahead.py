@@ -1,7 +1,6 @@
-"""Sample the responses of the next step before the update of this one (`rollout.max_staleness=1`).
+"""Sample the next step's responses before the update of this one (`rollout.max_staleness=1`).
 
-The devices sample while the host applies the rewards, or devices that only decode do so beside
-forward passes and update.
+They are sampled while the host applies rewards, or on devices that only decode.
 """
 
 from typing import Any
@@ -29,8 +28,7 @@ from jax_ppo.training.state import TrainState
 class OneStepAheadSource(SampleSource):
     """Samples each step but the first from the weights before the last update.
 
-    A checkpoint holds the batch sampled ahead: a resumed run could not sample it again, since the
-    checkpoint's weights are one update newer.
+    A checkpoint holds the batch: its weights are one update newer than those that sampled it.
     """
 
     tree_name = ROLLOUT

@@ -32,8 +32,7 @@ from jax_ppo.types import Prompts, Rollout, with_nan
 class Selected(NamedTuple):
     """Samples in groups of k responses to one prompt, G groups."""
 
-    # Fields of `Rollout` and `RuleRewards` by name, on the mesh: arrays or trees of arrays [G * k,
-    # ...].
+    # Fields of `Rollout` and `RuleRewards` by name, on the mesh: arrays or trees [G * k, ...].
     arrays: dict[str, Any]
     # int [G * k, 2], the draw of each sample within its step and its row in that draw.
     addresses: np.ndarray
@@ -87,12 +86,8 @@ def choose_groups(differs: np.ndarray, filled: int) -> tuple[np.ndarray, int]:
     """Choose a step's groups from those it has, of which the first `filled` stay, and drawn ones.
 
     `differs`, bool [G], says whether the rewards of a drawn group differ. Places that no such group
-    fills hold drawn groups with equal rewards.
-
-    Returns:
-      (int [G], indices into the G groups of the step followed by the G drawn ones; how many of
-        them,
-      the first ones, a further draw keeps).
+    fills hold drawn groups with equal rewards. Return int [G], indices into the G groups of the
+    step followed by the G drawn ones, and how many of the first ones a further draw keeps.
     """
     size = len(differs)
     useful = np.flatnonzero(differs)[: size - filled]

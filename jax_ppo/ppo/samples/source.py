@@ -36,11 +36,9 @@ class SampledBatch(NamedTuple):
     position: int  # training examples consumed with this batch
     rule_rewards: RuleRewards | None = None  # the rewards of the rules, if they are known already
     metrics: Mapping[str, float] = {}  # how the samples were drawn
-    # int [B] each, what identifies the samples' random numbers by name, such as the "draw" of the
-    # step and the "sample" in it; `None` if the step has a single draw.
+    # int [B], what addresses random numbers, by name; `None` if the step has a single draw.
     addresses: Mapping[str, np.ndarray] | None = None
-    # The step that began with the weights that sampled the responses; `None` if these are given, or
-    # if `rollout.versions` says it.
+    # The step that began with the sampling weights; `None` if given, or in `rollout.versions`.
     weights_step: int | None = None
     note: str = ""  # a line for the user
 
@@ -89,10 +87,7 @@ class SampleSource:
         return lines
 
     def read_tree(self, saved: dict[str, Any], checkpoints: Checkpointer, step: int) -> Any:
-        """Return what `as_tree` took, from a checkpoint; `None` if it does not fit this run.
-
-        `saved` has the shapes of the tree.
-        """
+        """Return what `as_tree` took, from a checkpoint; `None` if it does not fit this run."""
         raise NotImplementedError
 
 
@@ -111,8 +106,7 @@ def _describe_skipped(name: str, saved: dict[str, Any]) -> str:
 def are_rows(prompts: Prompts, rows: np.ndarray, training: PromptDataset) -> bool:
     """Return whether prompts [N, P] are what rows of the data, int [N], are now; -1 is any prompt.
 
-    The data's fingerprint does not say it: the order or the chat template may have changed, even a
-    date.
+    The data's fingerprint does not say it: order or chat template may have changed.
     """
     tokens, lengths = map(placement.to_host, (prompts.tokens, prompts.lengths))
     return len(rows) == len(tokens) and all(
