@@ -1,7 +1,4 @@
-"""Description of a decoder: everything in which one decoder differs from another.
-
-models/hf/config.py reads it from Hugging Face's config.json, models/hf/config_export.py writes it.
-"""
+"""Description of a decoder: everything in which one decoder differs from another."""
 
 import dataclasses
 import itertools

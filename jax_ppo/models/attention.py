@@ -63,11 +63,7 @@ Segments = Int[Array, "B T"] | None
 def run_attention(
     program: str, q: Queries, k: Keys, v: Keys, segments: Segments, **options: Any
 ) -> Queries:
-    """Run a program for whole rows.
-
-    Compilers split xla's over devices by themselves. Each device runs the other programs for the
-    rows and heads that it holds.
-    """
+    """Run a program for whole rows: xla's is split by compilers, the others run on each device."""
     programs: dict[str, Callable[..., jax.Array]] = {
         "xla": xla_attention,
         "cudnn": cudnn_attention,
@@ -146,11 +142,7 @@ def cudnn_attention(
     sliding_window: int | None = None,
     **options: Any,
 ) -> Queries:
-    """Compute attention with cuDNN.
-
-    Causal masks and windows are built in. Segments need a mask as an array, of one block of queries
-    at a time.
-    """
+    """Compute attention with cuDNN: its causal masks and windows, a mask per block for segments."""
     if segments_BxT is None:
         options |= {"is_causal": True}
         if sliding_window is not None:
@@ -295,10 +287,7 @@ def attend_block_of_queries(
 
 
 def softmax_with_sinks(logits: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """Return the softmax over the last axis, with one more logit that is left out of the result.
-
-    The further logits `sinks`, if any, broadcast to [..., 1].
-    """
+    """Return the softmax over the last axis, whose further logits `sinks` [..., 1] are left out."""
     if sinks is None:
         return jax.nn.softmax(logits, axis=-1)
     top = jax.lax.stop_gradient(jnp.maximum(logits.max(-1, keepdims=True), sinks))

@@ -1,8 +1,4 @@
-"""Attention kernels of libraries: cuDNN's for NVIDIA GPUs and JAX's splash attention for TPUs.
-
-What each one takes decides which program of attention.py runs on a platform, and how long packed
-rows are.
-"""
+"""Kernels of libraries: cuDNN's attention on NVIDIA GPUs, JAX's splash attention on TPUs."""
 
 import functools
 from collections.abc import Callable
@@ -23,8 +19,7 @@ PLATFORM_PROGRAMS = {"cuda": "cudnn", "tpu": "splash"}
 MIN_CUDNN_QUERY_BLOCK = 512
 MAX_CUDNN_QUERY_BLOCKS = 8
 CUDNN_TILE = 128
-# Greatest head size of cuDNN's attention and its gradient: on Hopper (compute capability 9.x), and
-# on other GPUs.
+# Greatest head size of cuDNN's attention: on Hopper (compute capability 9.x), and elsewhere.
 MAX_CUDNN_HEAD = {9: 256}
 MAX_CUDNN_HEAD_ELSEWHERE = 128
 # Block sizes of splash attention in tokens; the largest that divides the row is used.
@@ -159,10 +154,7 @@ def make_splash_kernel(
     sliding_window: int | None = None,
     interpret: bool = False,
 ) -> Any:
-    """Return JAX's kernel for all queries of a row, in the order of the parts of the row.
-
-    `interpret` runs its Python code on any platform, slowly.
-    """
+    """Return JAX's kernel for all queries of a row, in the order of the parts of the row."""
     # This import takes a fifth of a second, which other programs do not need.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash_lib
 

@@ -135,7 +135,6 @@ def write_rows(
     """
 
     def write(cache: jax.Array, new: jax.Array, axis: int) -> jax.Array:
-        # Rows by index, the first columns by slice.
         place = (rows_g, *[slice(None)] * (axis - 1), slice(new.shape[axis]))
         return cache.at[place].set(new, mode="drop")
 
@@ -154,10 +153,7 @@ def write_tokens(
     columns_b: Int[Array, " b"],
     mode: str = "promise_in_bounds",
 ) -> Columns:
-    """Write one token per row into that row's column; rows from the b-th on are left alone.
-
-    `mode` decides what happens to columns outside the cache, as for JAX's indexed updates.
-    """
+    """Write one token per row into that row's column; rows from the b-th on are left alone."""
 
     def write(cache: jax.Array, new: jax.Array, axis: int) -> jax.Array:
         # One column per row, within the cache by construction unless `mode` says otherwise.
@@ -181,8 +177,7 @@ def attend_to_cache(
 ) -> Float[Array, "b 1 H d"]:
     """Return the attention of one new token per row to the first b rows of the cache.
 
-    `layer` includes the new tokens, and each row is read up to its new token. The options are
-    attention.py's.
+    `layer` includes the new tokens, and each row is read up to its new token.
     """
     keys, values = layer
     length = cache_length(program, (layer,))
@@ -215,10 +210,7 @@ def pad_rows(x: jax.Array, rows: int) -> jax.Array:
 
 
 def read_widths(length: int) -> tuple[int, ...]:
-    """Return the numbers of columns that a CPU may read of a cache of `length` columns (S).
-
-    The least one that holds every row's sequence is used.
-    """
+    """Return the widths that a CPU may read of `length` columns (S); it takes the least one."""
     parts = {-(-length >> i) for i in (1, 2, 3) if length >> i >= MIN_READ_WIDTH}
     return tuple(sorted({length} | parts))
 

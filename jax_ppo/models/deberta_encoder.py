@@ -88,8 +88,7 @@ def relative_buckets(distance: np.ndarray, a: DebertaArchitecture) -> np.ndarray
 def align_distances(by_distance: Float[Array, "... T twoT"]) -> Float[Array, "... T T"]:
     """Move entry (i, j - i + T - 1) of [..., T, 2T] to (i, j) of [..., T, T].
 
-    This is not a gather: in rows that are one entry shorter, each one begins one column further
-    left than the row before.
+    No gather: in rows one entry shorter, each begins one column further left than the last.
     """
     *lead, T, _ = by_distance.shape
     # Dropping T - 1 entries in front and one at the end leaves T rows of 2T - 1.

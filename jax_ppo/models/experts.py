@@ -24,8 +24,7 @@ from jax_ppo.runtime.parallelism.experts import run_on_own_rows, split_experts
 
 # Computes the input of the last projection from the outputs of gate_proj and up_proj.
 Gate = Callable[[jax.Array, jax.Array], jax.Array]
-# By name, each with a `kernel` [E, in, out], if it is int8 a `kernel_scale` [E, out], and perhaps a
-# `bias` [E, out].
+# By name: `kernel` [E, in, out], for int8 `kernel_scale` [E, out], and perhaps `bias` [E, out].
 Projections = dict[str, dict[str, jax.Array]]
 
 
@@ -235,8 +234,7 @@ def run_experts(
 ) -> jax.Array:
     """Return the weighted sum of the experts' outputs for each token, [R, L, D] in `dtype`.
 
-    `projections` belong to all experts, or to consecutive ones from `first_expert` on; the
-    others add nothing.
+    `projections` are those of consecutive experts from `first_expert` on; others add nothing.
     """
     k = experts_RxLxk.shape[-1]
     D = x_RxLxD.shape[-1]

@@ -22,10 +22,7 @@ from jax_ppo.types import Params
 
 
 def init_params(model: Transformer, key: jax.Array, head: str) -> Params:
-    """Return random parameters of a role.
-
-    With head "scalar" or "both", the scalar one starts at zero.
-    """
+    """Return random parameters of a role; a scalar head starts at zero."""
     architecture = model.architecture
     key_trunk, key_head = jax.random.split(key)
     params = model.init(key_trunk)
@@ -38,10 +35,9 @@ def init_params(model: Transformer, key: jax.Array, head: str) -> Params:
 
 
 def param_shapes(model: Transformer, head: str) -> Params:
-    """Return the shapes and data types of the parameters that `init_params` returns.
+    """Return the shapes and types of the parameters that `init_params` returns.
 
-    No array is created. A trace takes tens of milliseconds and is made once for each model and
-    head: the remedies for too little memory ask for the same shapes dozens of times.
+    No array is created; traces take tens of milliseconds and are cached, for the remedies.
     """
     return jax.tree.map(lambda x: x, _traced_shapes(model, head))  # dicts for the caller to change
 

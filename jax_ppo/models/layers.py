@@ -57,7 +57,6 @@ class LayerKind(NamedTuple):
 
     is_local: Flag  # it has a sliding window
     is_rotated: Flag  # it has a rotary embedding
-    # The others are always bools.
     is_linear: Flag = False  # it has a Gated DeltaNet or a short convolution in place of attention
     is_dense: Flag = False  # it has one of the MLPs of `Architecture.dense_layers`
     is_shared: Flag = False  # it reads the keys and values of an earlier layer

@@ -16,8 +16,7 @@ from jax_ppo.models.architecture import EXACT_PARAMETERS
 from jax_ppo.types import Params
 
 MAX_INT8 = 127
-# A rounded router would choose other experts; the rates and decays of a recurrent state add up; the
-# projections of further embeddings are small.
+# A rounded router would choose other experts; rates and decays add up; the rest is small.
 EXACT_MODULES = (
     "router",
     "shared_expert_gate",
@@ -38,10 +37,7 @@ def round_parameters(params: Params, dtype: DTypeLike) -> Params:
 
 
 def quantize_kernels(params: Params, dtype: DTypeLike) -> Params:
-    """Return unrolled parameters with int8 kernels in the layers, each beside its `kernel_scale`.
-
-    They must not be rounded yet to `dtype`, the type of everything else.
-    """
+    """Return unrolled parameters, not rounded yet, with int8 kernels in layers and their scales."""
 
     def convert(tree: Params) -> Params:
         converted: Params = {}

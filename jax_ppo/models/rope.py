@@ -180,10 +180,7 @@ def rotate(
     sin: Float[Array, "B T 1 half"],
     interleaved: bool = False,
 ) -> Float[Array, "B T H d"]:
-    """Rotate the first 2 half numbers of each head in float32 and return the type of the input.
-
-    With `interleaved` the pairs are (2i, 2i + 1) instead of (i, i + half).
-    """
+    """Rotate the first 2 half numbers of each head in float32, `interleaved` in adjacent pairs."""
     half = cos.shape[-1]
     if half == 0:
         return x_BxTxHxd

@@ -66,10 +66,9 @@ def continue_responses(
 ) -> tuple[Rollout, DrawStates]:
     """Draw up to `options.partial_length` tokens of each response that has not ended. Pure.
 
-    With unchanged weights, `generate_responses` would draw the same tokens, up to the rounding of
-    logits, however the calls divide them. Arguments are as there and in `DecodeJob`; `options.n`
-    has no effect, since each sample has its own prompt here. `rollout` has versions if weights may
-    differ from call to call; `version` is the step that began with `params`.
+    With unchanged weights the tokens are those of `generate_responses`, up to rounding. Arguments
+    are as there and in `DecodeJob`; `options.n` has no effect: each sample has its own prompt.
+    `rollout` has versions if weights may differ; `version` is the step that began with `params`.
     """
     assert not options.returns_routed_experts and options.environment is None
     options = dataclasses.replace(options, n=1)

@@ -48,10 +48,9 @@ def largest_part_bytes(weights: Params) -> int:
 
 
 class WeightPreparation:
-    """Makes the copy from stacked parameters.
+    """Makes the copy from stacked parameters, one layer after the other.
 
-    One program lays the layers out one after the other. A program for all of them would take longer
-    to compile, and on several devices hold all gathered layers at once.
+    One program for all would take longer to compile, and gather all layers at once.
     """
 
     def __init__(

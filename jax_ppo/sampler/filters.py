@@ -63,8 +63,7 @@ class Kept(NamedTuple):
 
     weights: jax.Array  # float32 [B, M], 0 for tokens that are left out
     least: jax.Array  # float32 [B], the least logit of those that are kept
-    # float32 [B], the least logit on which the choice depends: the M tokens must include all from
-    # it on.
+    # float32 [B], the least logit on which the choice depends: the M tokens have all from it on.
     read: jax.Array
 
 
@@ -110,8 +109,7 @@ def _keep_heaviest(
 ) -> jax.Array:
     """Replace all weights by 0 but the heaviest, as few as measure `needed` together.
 
-    Those equal to the least of them are kept, too. Bisection finds the least: non-negative floats
-    have the order of their bits, so 30 sums over the row find it exactly.
+    Those equal to the least are kept, too. Bisection over the bits finds it exactly in 30 sums.
     """
     bits_BxM = jax.lax.bitcast_convert_type(weights_BxM, jnp.int32)
 
@@ -135,8 +133,7 @@ def draw_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """Draw one token per row with probability weight / sum; never one of weight 0.
 
-    Returns:
-      (tokens, int32 [B]; the sum of each row, float32 [B]).
+    Return tokens, int32 [B], and the sum of each row, float32 [B].
     """
     width = weights_BxV.shape[-1]
     V = shards.total(width)
@@ -167,10 +164,8 @@ def split_into_blocks(
 ) -> tuple[jax.Array | int, jax.Array]:
     """Return this device's values in blocks of W = `size` tokens of the whole vocabulary.
 
-    Elsewhere they are `fill`. `start`, the first token's id, is an int if nothing is split.
-
-    Returns:
-      (index of the first block; values, [B, M, W]).
+    Elsewhere they are `fill`. `start`, the first token's id, is an int if nothing is split. Return
+    the index of the first block, and values [B, M, W].
     """
     B, V = values_BxV.shape
     if isinstance(start, int):
@@ -196,10 +191,8 @@ def invert_cdf(weights_BxN: jax.Array, uniforms_B: jax.Array) -> tuple[jax.Array
     """Return the first index of positive weight whose running sum passes uniform x total.
 
     Parallel running sums round, and may even decrease: indices of weight 0 are excluded, and if
-    rounding leaves none at the very end, the heaviest is taken.
-
-    Returns:
-      (indices, int32 [B]; totals, float32 [B]).
+    none is left at the very end, the heaviest is taken. Return indices, int32 [B], and totals,
+    float32 [B].
     """
     sums_BxN = jnp.cumsum(weights_BxN, axis=-1)
     passed_BxN = (sums_BxN > uniforms_B[:, None] * sums_BxN[:, -1:]) & (weights_BxN > 0)

@@ -36,8 +36,7 @@ class Draws(NamedTuple):
     """The tokens drawn for B rows."""
 
     tokens: jax.Array  # int32 [B]
-    # float32 [B]: of softmax(logits / temperature), of all tokens, or of softmax(logits) when
-    # greedy.
+    # float32 [B]: of softmax(logits / temperature), of all tokens; greedy: of softmax(logits).
     logprobs: jax.Array
 
 
@@ -249,8 +248,7 @@ def _draw_from_heaviest_blocks(
     within_B, _ = invert_cdf(weights_BxW, uniforms_Bx2[:, 1])
     tokens_B = tokens_BxW[:, 0] + within_B
 
-    # An eighth of the rows at a time reads everything. What is drawn for a row does not depend on
-    # the others.
+    # An eighth of the rows at a time reads everything; no row's draw depends on the others.
     def read_rows(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         tokens_B, is_left_B = state
         (rows_R,) = jnp.nonzero(is_left_B, size=-(-B // 8), fill_value=B)

@@ -311,10 +311,8 @@ def record_draws(
 ) -> tuple[DecodeState, jax.Array]:
     """Record the next token of each slot's sample, and the cache of the step that drew it.
 
-    `written_B` are the samples to write to, N for none.
-
-    Returns:
-      (the state; whether an EOS or a stop string finishes the response or turn, bool [B]).
+    `written_B` are the samples to write to, N for none. Also return, bool [B], whether an EOS or a
+    stop string finishes the response or turn.
     """
     slots = state.slots
     drawn_B = slots.drawn + 1

@@ -23,8 +23,7 @@ class TextSearch:
     strings: tuple[str, ...]  # what is searched for
     # int32 [V], tokens that lead from every state to the same one share a class.
     class_of_token: np.ndarray
-    # int32 [S, K], the state after a token of each class. The last state, S - 1, means that a
-    # string was found; no token leads out of it.
+    # int32 [S, K], the next state by class of token; S - 1: a string is found, for good.
     next_states: np.ndarray
 
     @property

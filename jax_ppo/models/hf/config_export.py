@@ -76,9 +76,8 @@ def to_hf_config(architecture: Architecture, dtype: str = "float32", head: str =
 def update_hf_config(source: Config, architecture: Architecture, dtype: str, head: str) -> Config:
     """Return the config.json of a trained model, which is that of its source where possible.
 
-    `source` is config.json of the checkpoint that the model started from, {} if there is none. The
-    fields that an export must change are changed; if it describes another model, the result is that
-    of `to_hf_config`, whose other arguments these are.
+    `source` is the first checkpoint's config.json, {} if there is none. What an export must change
+    is changed; if it describes another model, the result is `to_hf_config`'s.
     """
     ours = to_hf_config(architecture, dtype, head)
     try:

@@ -48,8 +48,7 @@ class DebertaArchitecture:
     max_position_embeddings: int = 512  # longest sequence that the model was made for, in tokens
     absolute_positions: bool = True  # they are embedded, and added to the word embeddings
     relative_span: int = 512  # S; each relative distance from -S to S - 1 has an embedding
-    # Distant positions share embeddings, in buckets of geometrically growing width
-    # (position_buckets > 0 in config.json).
+    # Distant positions share embeddings in growing buckets (position_buckets > 0 in config.json).
     log_buckets: bool = False
     max_relative_distance: int = 512  # with `log_buckets`, the distance where the last bucket ends
     content_to_position: bool = False  # attention has the term of a query and a relative position
@@ -69,8 +68,7 @@ class DebertaArchitecture:
         return self.num_heads
 
 
-# Tensors that some checkpoints keep although the model does not read them, and the values that it
-# uses in their place: the positions in order, and nothing added to the embedding of a word.
+# Tensors of some checkpoints that the model does not read, and the values that it uses instead.
 UNUSED_TENSORS: Mapping[str, Callable[[DebertaArchitecture], np.ndarray]] = {
     "deberta.embeddings.position_ids": lambda a: np.arange(a.max_position_embeddings),
     "deberta.embeddings.position_embeddings.weight": lambda _: np.array(0),

@@ -1,8 +1,7 @@
 """Table of the supported model families: how each one's config.json and tensors map to ours.
 
-This is the only file that names families. A family that the decoder can already compute is added
-with one entry in `FAMILIES`; a feature that the decoder lacks becomes a field of `Architecture`
-first.
+No other file names families. A family that the decoder can compute is one entry in `FAMILIES`; a
+feature that the decoder lacks becomes a field of `Architecture` first.
 """
 
 import dataclasses
@@ -32,7 +31,6 @@ _QWEN: dict[str, Any] = {"nullable": {"num_key_value_heads"}, "sliding_windows":
 
 _EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj")
 _SHARED_EXPERT = {"shared_expert_intermediate_size": "shared_expert_size"}
-# transformers 5 writes the second name of the number and reads both.
 _NUM_EXPERTS = ("num_experts", "num_local_experts")
 _QWEN_EXPERTS: dict[str, Any] = {"expert_fields": _NUM_EXPERTS,
     "expert_width": "moe_intermediate_size", "expert_weights_field": "norm_topk_prob",

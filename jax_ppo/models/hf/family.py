@@ -29,8 +29,7 @@ class Family:
     neutral: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     # Fields and what each one sets in `Architecture`, besides those that all families have.
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    # Boolean fields, `False` by default, and the biases, or other switches, of `Architecture` that
-    # each one turns on.
+    # Boolean fields, `False` by default, and the switches of `Architecture` that each turns on.
     bias_fields: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     # Values that transformers uses for missing fields.
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -47,8 +46,7 @@ class Family:
     # Field of the number of experts that every token passes through, which are one MLP as wide as
     # all of them; "": another field has its width, or there is none.
     shared_experts_field: str = ""
-    # Field of the number of layers in front that have an MLP in place of experts, whose width is
-    # `intermediate_size`; "": all have experts.
+    # Field of the number of layers in front with an MLP of `intermediate_size`; "": none.
     first_dense_field: str = ""
     # Layers in `mlp_only_layers` have such an MLP, and all but every `decoder_sparse_step`-th.
     lists_dense_layers: bool = False
@@ -79,13 +77,11 @@ class Family:
     rope_theta: float = 10_000.0  # base of the rotary embedding unless config.json has one
     # Share of a head that is rotated unless config.json says so; `None`: it cannot.
     partial_rotary_factor: float | None = None
-    # With n, every n-th layer has no rotary embedding unless config.json lists others in
-    # `no_rope_layers`; 0: all layers have one.
+    # Every n-th layer has no rotary embedding unless `no_rope_layers` lists others; 0: all have.
     unrotated_period: int = 0
     # The family's names of rotary embeddings, and the usual names.
     rope_aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    # Base of layers with a sliding window, where these have separate rotary parameters, unless
-    # config.json has one; `None`: all layers share them.
+    # Base of layers with a sliding window, if separate and config.json has none; `None`: shared.
     local_rope_theta: float | None = None
     # Further numbers among the rotary parameters, which then describe YaRN.
     rope_numbers: tuple[str, ...] = ()
@@ -93,14 +89,12 @@ class Family:
     rope_parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     rope_length_outside: bool = False  # `original_max_position_embeddings` is not among them
 
-    # What `layer_types` calls layers with a Gated DeltaNet or a short convolution
-    # (`Architecture.linear_layers`); "": no layer has one.
+    # What `layer_types` calls a layer of `Architecture.linear_layers`; "": no layer is one.
     linear_word: str = ""
     # With n, all layers but every n-th one are such, unless config.json has another
     # `full_attention_interval` or lists `layer_types`; 0: those outside `full_attn_idxs` are.
     linear_period: int = 0
-    # The width of the MLP is two thirds of config.json's, rounded up, unless
-    # `block_auto_adjust_ff_dim` is false.
+    # The MLP is two thirds as wide, rounded up, unless `block_auto_adjust_ff_dim` is false.
     adjusted_width: bool = False
 
     # Tensors of the checkpoint.
@@ -110,8 +104,7 @@ class Family:
     # Projections that PEFT takes for routed experts', wherever they are.
     expert_names_in_peft: tuple[str, ...] = ()
     input_first: bool = False  # kernels are stored [in, out] instead of [out, in]
-    # Names of modules that differ from Llama's, by Llama's name:
-    # {"self_attn.o_proj": "self_attn.dense"}.
+    # Names of modules by Llama's, where they differ: {"self_attn.o_proj": "self_attn.dense"}.
     module_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     # Prefixes of tensors in other files on the hub, and the usual prefixes.
     older_prefixes: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -132,8 +125,7 @@ class EncoderFamily:
 
     from_hf_config: Callable[[dict[str, Any]], DebertaArchitecture]
     tensor_table: Callable[[DebertaArchitecture], TensorTable]
-    # Tensors that a checkpoint may hold although the model does not read them, and the values that
-    # the model uses in their place.
+    # Tensors of a checkpoint that the model does not read, and the values that it uses instead.
     unused_tensors: Mapping[str, Callable[[DebertaArchitecture], np.ndarray]] = dataclasses.field(
         default_factory=dict
     )
@@ -153,14 +145,9 @@ _OTHER_PREFIXES = (
 
 @dataclasses.dataclass(frozen=True)
 class Multimodal:
-    """A family of models of which only the decoder of text is read.
+    """A family of models of which only the text decoder is read, from `text_config` or the top."""
 
-    Its config.json describes the decoder in `text_config` or, in old files, in the same place as
-    the rest.
-    """
-
-    # The decoder's `model_type` where it is not one of `FAMILIES`, and the one of these that
-    # computes the same.
+    # The decoder's `model_type` where `FAMILIES` lacks it, and the equivalent one of these.
     text_families: Mapping[str, str] = dataclasses.field(default_factory=dict)
     # By that `model_type`, values of fields that are missing.
     defaults: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)

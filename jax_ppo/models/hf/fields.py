@@ -120,8 +120,7 @@ def write_json(path: Path, value: Any) -> None:
 class ConfigReader:
     """Reads fields of config.json and remembers which ones.
 
-    A field that is missing has its default. null is accepted only where a method says so: it does
-    not mean "the default" in transformers.
+    A missing field has its default; null, which is no default, only where a method says so.
     """
 
     def __init__(

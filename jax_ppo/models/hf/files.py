@@ -29,9 +29,8 @@ MAGNITUDE_BITS: dict[str, tuple[type[np.unsignedinteger], int, int]] = {
 BLOCK_SIZE = 1 << 18
 # Bytes of a tensor that are compared at a time.
 COMPARED_BYTES = 1 << 26
-# Experts in MXFP4, as gpt-oss is published (OCP Microscaling Formats 1.0): ends of the names of the
-# two tensors; numbers of four bits, of which groups share a power of two; the offset of
-# its exponent.
+# Experts in MXFP4, as gpt-oss is published (OCP Microscaling Formats 1.0): ends of the names of
+# both tensors; numbers of four bits, of which groups share a power of two; its exponent's offset.
 MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
 MXFP4_GROUP, MXFP4_BIAS = 32, 127
 MXFP4_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -56,10 +55,9 @@ class StoredTensor(NamedTuple):
 
 
 class SafetensorsCheckpoint:
-    """The tensors of a folder's safetensors files, as a context manager.
+    """The tensors of a folder's memory-mapped safetensors files, as a context manager.
 
-    While it is open, the files are memory-mapped; reading a slice of a tensor only touches the
-    bytes of that slice.
+    Reading a slice of a tensor only touches the bytes of that slice.
     """
 
     def __init__(
@@ -210,10 +208,9 @@ class Mxfp4Tensor:
 
 
 def is_finite(values: np.ndarray, code: str) -> bool:
-    """Return whether an array has neither NaN nor infinity.
+    """Return whether a contiguous array of type `code` has neither NaN nor infinity.
 
-    The bits are compared as integers, which costs about as much as reading them from memory.
-    The array is contiguous, and `code` its type, a key of `SAFETENSORS_DTYPES`.
+    The bits are compared as integers, which costs about as much as reading them.
     """
     integer, magnitude, infinity = MAGNITUDE_BITS[code]
     bits = values.reshape(-1).view(integer)

@@ -17,13 +17,11 @@ OUTPUT_EMBEDDINGS = ("lm_head.weight", "embed_out.weight")
 SCORE_WEIGHTS = ("score.weight", "classifier.weight")
 SCORE_BIASES = ("score.bias", "classifier.bias")
 ROTARY_FREQUENCIES = "rotary_emb.inv_freq"
-# Ends of the names of what old versions of transformers stored with each attention: which keys
-# take part, and the attention logit of the others.
+# Ends of the names of attention masks that old versions of transformers stored.
 CAUSAL_MASKS = (".attn.bias", ".attention.bias")
 MASKED_LOGITS = (".attn.masked_bias", ".attention.masked_bias")
-# Layers that predict further tokens than the next, from the hidden states of all others: beginnings
-# of their names (Qwen3.5), and the end of a name that each of them has alone (DeepSeek-V3), whose
-# numbers follow the other layers' numbers.
+# Layers that predict later tokens: beginnings of their names (Qwen3.5), and the end of a name that
+# they alone have, numbered after the others (DeepSeek-V3).
 MULTI_TOKEN_HEADS = "mtp."
 MULTI_TOKEN_LAYER = ".eh_proj.weight"
 # Any logit below it has a weight of 0 after the softmax. They stored -1e4, later -1e9.
@@ -38,8 +36,7 @@ def is_ignorable(
 ) -> bool:
     """Return whether the model computes the same without this tensor.
 
-    A tensor that belongs to a head of another role does not take part. Any other tensor must hold
-    the values that the model uses in its place.
+    It belongs to the head of another role, or holds the values that the model uses instead.
     """
     if isinstance(architecture, DebertaArchitecture):
         replaced = ENCODERS[architecture.family].unused_tensors.get(name)
@@ -81,10 +78,7 @@ def is_ignorable(
 def _has_computed_frequencies(
     checkpoint: SafetensorsCheckpoint, name: str, architecture: Architecture
 ) -> bool:
-    """Return whether stored rotary frequencies are those that follow from config.json.
-
-    Old versions of transformers stored them in the type of the weights, some before any scaling.
-    """
+    """Return whether stored frequencies follow from config.json, perhaps rounded or unscaled."""
     dtype = SAFETENSORS_DTYPES.get(checkpoint.dtype(name))
     if dtype is None:
         return False

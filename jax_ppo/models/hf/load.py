@@ -222,10 +222,7 @@ def read_parameters(
     dtype: DTypeLike,
     progress: ReadingProgress | None,
 ) -> dict[str, Any]:
-    """Return the parameters of a tensor table as a nested dict of sharded arrays.
-
-    What `tensors_to_read` leaves out is zeros; the other arguments are as for `load_checkpoint`.
-    """
+    """Return a tensor table's parameters as nested sharded arrays, zeros where none is read."""
     places = tensors.flatten_like(shardings, rows, "`shardings`")
     rows_to_read = tensors_to_read(rows, head)
     total = sum(len(row.names()) for row in rows_to_read.values())
@@ -340,10 +337,7 @@ def _validate_checkpoint(
 def validate_tensors(
     checkpoint: SafetensorsCheckpoint, rows: TensorTable, config: str = "config.json"
 ) -> None:
-    """Raise `UserError` unless the checkpoint has each tensor with its shape and a known type.
-
-    `config` is the name of the file that determines the shapes.
-    """
+    """Raise `UserError` unless the checkpoint has each tensor with its shape and a known type."""
     names = checkpoint.names()
     # Parameters of one tensor agree on its shape.
     rows_by_name = {name: row for row in rows.values() for name in row.names()}

@@ -132,8 +132,7 @@ def _nearest_folder(folder: Path) -> Path | None:
 def find_weight_files(folder: Path) -> list[Path]:
     """Return the files that hold a checkpoint's weights.
 
-    Raise `UserError` if there are none, only pickles, or some are missing, or if the index names
-    something other than files of this folder.
+    Raise `UserError` if some are missing, all are pickles, or the index names other files.
     """
     if (folder / SINGLE_FILE).exists():
         return [folder / SINGLE_FILE]

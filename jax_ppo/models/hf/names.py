@@ -37,8 +37,7 @@ def tensor_table(
     """Return the checkpoint tensor of each parameter by our path: ("layers", "mlp", ..., "kernel").
 
     `head` is one of `HEADS` (`ValueError` for others); an encoder always has "reward". With
-    `stacked_experts`, a tensor of the checkpoint holds all experts of a layer although exports of
-    the family have one for each.
+    `stacked_experts`, one tensor holds all experts of a layer even if exports have one for each.
     """
     if head not in HEADS:
         raise ValueError(f"head={head!r}: expected one of {', '.join(map(repr, HEADS))}")
@@ -123,10 +122,9 @@ def adapter_tensor_table(
 
 
 def module_names(architecture: Architecture, projections: Sequence[str]) -> list[str]:
-    """Return the shortest names of their modules by which PEFT finds projections.
+    """Return the shortest names of modules by which PEFT finds projections.
 
-    Where two projections of a layer have the same name, as in "attn.c_proj" and "mlp.c_proj", the
-    name of the outer module precedes it.
+    Where two projections of a layer share a name, that of the outer module precedes it.
     """
     full = {
         path[-2]: row.name.removesuffix(".weight").split(".")
@@ -199,8 +197,7 @@ class _DecoderTable:
     ) -> None:
         """Add projections of the same input, which some families store as one tensor.
 
-        The widths of the parts of `projections` are in the order of that tensor, of which `groups`
-        are as in `Fused`.
+        The widths of the parts are in the order of that tensor; `groups` are as in `Fused`.
         """
         hf_name = self.family.fused_projections.get(tuple(projections), "")
         total = sum(map(sum, projections.values()))

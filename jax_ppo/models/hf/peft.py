@@ -1,8 +1,4 @@
-"""Import and export of adapters in PEFT's format.
-
-A folder holds adapter_config.json and adapter_model.safetensors, and
-`peft.PeftModel.from_pretrained` loads it.
-"""
+"""Import and export of adapters in PEFT's format, as `PeftModel.from_pretrained` loads them."""
 
 import math
 from collections.abc import Callable
@@ -83,8 +79,7 @@ def peft_obstacle(architecture: Architecture, lora: Lora) -> str:
 def read_adapter_config(folder: str | Path, architecture: Architecture) -> tuple[Lora, str]:
     """Return the shape of the adapters in a folder and the name of their base model.
 
-    The shape follows from adapter_config.json and the names of the tensors. Raise `UserError` if
-    there are no adapters, or unsupported ones.
+    Raise `UserError` if there are no adapters, or unsupported ones.
     """
     folder = Path(folder)
     if not holds_adapters(folder):
@@ -225,10 +220,7 @@ def save_adapters(
 def to_adapter_config(
     architecture: Architecture, lora: Lora, head: str, base_model: str, revision: str | None = None
 ) -> dict[str, Any]:
-    """Return the contents of adapter_config.json.
-
-    `head` is as in `config_export.to_hf_config`, `revision` that of the base model on the hub.
-    """
+    """Return the contents of adapter_config.json; `revision` is that of the base on the hub."""
     alpha = lora.alpha
     return {
         "peft_type": "LORA",

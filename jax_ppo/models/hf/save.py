@@ -94,10 +94,7 @@ def write_value_unit(folder: Path, critic_unit: dict[str, float] | None) -> None
 def exported_head(
     params: dict[str, Any], architecture: Architecture, critic_unit: dict[str, float] | None
 ) -> tuple[dict[str, Any], str]:
-    """Return parameters, or adapters, with their head as transformers stores it, and its name.
-
-    `critic_unit` is as for `export_checkpoint`, and names are as in `names.HEADS`.
-    """
+    """Return parameters or adapters with their head as transformers stores it, and its name."""
     if "score" not in params:
         return params, "lm"
     if critic_unit is None or not FAMILIES[architecture.family].has_token_classifier:
@@ -147,9 +144,8 @@ def _validate_shapes(arrays: Mapping[tensors.Path, jax.Array], rows: TensorTable
 def atomic_folder(folder: Path, *members: str) -> Iterator[Path]:
     """Yield a temporary folder that replaces `folder` on exit, so that it is never incomplete.
 
-    Every process of a run must call it, and waits on exit until `folder` exists. It may hold an
-    earlier export of the same kind, each of which has the files `members`, or nothing; raise
-    `UserError` otherwise.
+    Every process must call it, and waits on exit until `folder` exists. Raise `UserError` unless
+    that holds nothing or an earlier export, each of which has the files `members`.
     """
     refuse_foreign_folder(folder, members)
     temporary = temporary_folder(folder)

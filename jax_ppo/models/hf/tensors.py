@@ -14,8 +14,7 @@ T = TypeVar("T")
 class Fused(NamedTuple):
     """The place of a parameter in a tensor that holds several, along the axis of their outputs."""
 
-    # For each part of the parameter, of which most have one: its first output in the tensor, or in
-    # each of its groups, and its number of outputs.
+    # For each part of the parameter its first output in the tensor or its groups, and how many.
     parts: tuple[tuple[int, int], ...]
     total: int  # number of the tensor's outputs
     groups: int = 1  # with n, the tensor holds the first n-th of each part, then the second, ...
@@ -38,8 +37,7 @@ class TensorMapping:
     transposed: bool = False  # the checkpoint has [out, in] where ours is [in, out]
     layers: int | None = None  # stacked along our first axis; `None`: it belongs to no layer
     fused: Fused | None = None  # its place in a tensor that holds several of ours
-    # Stacked along the axis after that of the layers; the checkpoint has a tensor for each. `None`:
-    # it belongs to no expert.
+    # Stacked along the axis after the layers', a tensor for each; `None`: it is no expert's.
     experts: int | None = None
     layer_numbers: tuple[int, ...] = ()  # indices of these layers in the model; (): all of them
     stacked: bool = False  # the first axis of the shape is that of experts, never reversed
@@ -60,10 +58,7 @@ class TensorMapping:
     def read(
         self, read: Callable[[tuple[slice, ...]], np.ndarray], index: tuple[slice, ...]
     ) -> np.ndarray:
-        """Return a block of our parameter, of which `read` reads the checkpoint's tensor.
-
-        `index` has a slice per axis of our parameter, without the axis of layers.
-        """
+        """Return a block of our parameter; `index` has its slices, without the axis of layers."""
         hf_index = list(self._in_hf_order(index))
         if self.fused is None:
             return self._transpose(read(tuple(hf_index)))
@@ -88,10 +83,7 @@ class TensorMapping:
         return values.transpose(self._in_hf_order(tuple(range(values.ndim))))
 
     def write(self, values: np.ndarray, tensor: np.ndarray | None) -> np.ndarray:
-        """Return the checkpoint's tensor with this parameter, as it is in one layer, in it.
-
-        `tensor` has the other parameters that it holds; `None`: this is the first one.
-        """
+        """Return the checkpoint's tensor (`None`: new) with this parameter, of one layer, in it."""
         values = self._transpose(values)
         if self.fused is None:
             return values
@@ -131,10 +123,7 @@ TensorTable = dict[Path, TensorMapping]
 
 
 def flatten_like(tree: dict[str, Any], rows: Mapping[Path, Any], what: str) -> dict[Path, Any]:
-    """Return the leaves of a nested dict by path, which must be the paths of a tensor table.
-
-    `what` is the name of the tree in the `ValueError` if they differ.
-    """
+    """Return a nested dict's leaves by path; raise `ValueError` unless they are the table's."""
     flat = traverse_util.flatten_dict(tree)
     differences = {
         "it lacks": rows.keys() - flat.keys(),

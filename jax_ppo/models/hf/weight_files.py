@@ -77,8 +77,7 @@ def write_weights(
 ) -> None:
     """Write the weight files of an export and, if there are several, their index.
 
-    They go to its temporary folder: to `only_file`, or to files of at most `MAX_SHARD_BYTES`.
-    Every process must call this.
+    They go to `only_file`, or to files of at most `MAX_SHARD_BYTES`. All processes must call this.
     """
     itemsize = SAFETENSORS_DTYPES[EXPORT_DTYPES[dtype]].itemsize
     total_bytes = sum(

@@ -51,10 +51,7 @@ class AdaptersRefused(Exception):
 
 
 class ExternalEngine(RolloutEngine):
-    """The part of a `RolloutEngine` that does not depend on what samples.
-
-    Subclasses define `load_weights`, `sample` and, if they hold resources, `start` and `stop`.
-    """
+    """What all external engines share; subclasses define `load_weights` and `sample`."""
 
     takes_adapters = False  # otherwise they are merged into the weights
 
@@ -69,12 +66,10 @@ class ExternalEngine(RolloutEngine):
     ) -> None:
         """Take what the engine needs; nothing is started.
 
-        `actor` is the policy's model as it is trained, `params` the shapes that `update_weights`
-        will get. Exports get the description and the tokenizer of the checkpoint in `folder`.
-        `max_length` counts the tokens of the longest prompt with its response.
-
-        Raises:
-          UserError: the run has several processes, or computes in a type that is not exported.
+        `actor` is the policy's model as trained, `params` the shapes that `update_weights` will
+        get. Exports get the description and tokenizer of `folder`. `max_length` counts the tokens
+        of the longest prompt with its response. Raise `UserError` if the run has several processes,
+        or computes in a type that is not exported.
         """
         self.mesh, self.actor, self.options, self.folder = mesh, actor, options, folder
         self.max_length = max(max_length, _PROBE_LENGTH + _PROBE_TOKENS)

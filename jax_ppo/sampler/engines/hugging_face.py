@@ -16,10 +16,7 @@ from jax_ppo.sampler.engines.external import ExternalEngine, Response
 
 
 class HuggingFaceEngine(ExternalEngine):
-    """Runs the exported weights in torch, on the CPU.
-
-    Tokens are drawn from its logits as in the built-in engine: samples differ only by rounding.
-    """
+    """Runs the exported weights in torch on the CPU, with the built-in engine's draws of tokens."""
 
     def start(self) -> None:
         """Require torch."""

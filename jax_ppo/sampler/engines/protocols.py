@@ -46,11 +46,7 @@ class ServerProtocol:
         }
 
     def read(self, body: Any) -> Reply:
-        """Return what the body of a reply says.
-
-        Raises:
-          LookupError, TypeError, ValueError, AttributeError: it is not one response.
-        """
+        """Return a body's reply; raise a LookupError, TypeError, ValueError or AttributeError."""
         (choice,) = body["choices"]
         # One span per version that sampled a part of the response.
         versions = {span["version"] for span in choice["weight_versions"] or ()}

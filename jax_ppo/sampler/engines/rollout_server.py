@@ -37,8 +37,7 @@ class TiedHead:
             if isinstance(layer, ParallelLMHead) and hasattr(layer, "cpu_linear"):
                 dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
 """
-# Ends the whole process group with the run, however the run ends, and with the server, whose
-# workers would otherwise keep their memory.
+# Ends the process group with the run, and with the server: workers would keep their memory.
 _SUPERVISOR = """
 import glob, os, signal, subprocess, sys, threading, time
 server = None
@@ -160,9 +159,8 @@ class RolloutServer:
     def connect(self, seconds: float | None = None) -> Collection[str]:
         """Choose the protocol by the server's routes, when it answers, and return these.
 
-        Raises:
-          UserError: it refuses the request, does not answer in time, or lacks routes.
-          RequestFault: it was started by this run, and ended.
+        Raise `UserError` if it refuses the request, does not answer in time, or lacks routes;
+        `RequestFault` if it was started by this run, and ended.
         """
         if seconds is None:
             seconds = _START_SECONDS if self.is_ours else _CONNECT_SECONDS

@@ -38,8 +38,7 @@ class _Loaded:
 class ServerEngine(ExternalEngine):
     """Samples from a server at `rollout.url`, or from a vLLM that it starts.
 
-    Every response has the version of the weights that sampled it; one of another version is
-    requested again after another update, with the same seed.
+    A response that another version of the weights sampled is requested again, with its seed.
     """
 
     def start(self) -> None:
@@ -95,8 +94,7 @@ class ServerEngine(ExternalEngine):
     ) -> list[Response]:
         """Request one response per prompt; re-request missing ones after a fault.
 
-        Raises:
-          UserError: a request was refused, or several rounds brought no new response.
+        Raise `UserError` if a request is refused, or several rounds bring no new response.
         """
         # All servers take seeds of 31 bits.
         seeds = (np.asarray(jax.vmap(jax.random.bits)(keys)) >> 1).tolist()
@@ -242,8 +240,7 @@ class ServerEngine(ExternalEngine):
 
     def _start_vllm(self) -> None:
         """Start vLLM with the weights in `weights`."""
-        # The log-probs of the policy itself: vLLM reports them before temperature and filters, or
-        # after both.
+        # The policy's log-probs: vLLM reports them before temperature and filters, or after both.
         mode = "raw_logprobs" if self.options.temperature == 1 else "processed_logprobs"
         arguments: dict[str, Any] = {
             "model": self.weights,
