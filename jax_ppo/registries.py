@@ -279,8 +279,7 @@ POLICY_LOSSES = Registry(PolicyLossEntry, "Policy losses", ("actor.policy_loss",
         other_names=("gpg",), needs_one_update=True))
 
 SCHULMAN = "http://joschu.net/blog/kl-approx.html"
-# verl's names are accepted beside the names of Schulman's note.
-KL_ESTIMATORS = Registry(
+KL_ESTIMATORS = Registry(  # verl's names are accepted beside the names of Schulman's note
     KLEstimator, "KL estimators", ("algorithm.kl_penalty", "actor.kl_loss_type"),
     KLEstimator("k1", "jax_ppo.kernels.kl:k1",
         "d = log actor - log reference, of the sampled token",

@@ -257,6 +257,5 @@ def _deviations_from_group_mean(scores_B: jax.Array, n: int) -> jax.Array:
         f"{scores_B.shape[0]} scores cannot be divided into groups of {n} samples, at least 2"
     )
     groups = scores_B.astype(jnp.promote_types(scores_B.dtype, jnp.float32)).reshape(-1, n)
-    # First less one of them: equal scores are exactly 0.
-    groups = groups - groups[:, :1]
+    groups = groups - groups[:, :1]  # first less one of them: equal scores are exactly 0
     return groups - jnp.mean(groups, axis=1, keepdims=True)

@@ -78,8 +78,7 @@ def token_logprobs(
     return logprobs, entropy if with_entropy else None
 
 
-# Hidden states, unembedding, targets and mask.
-_Inputs = tuple[Any, ...]
+_Inputs = tuple[Any, ...]  # hidden states, unembedding, targets and mask
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -109,8 +108,7 @@ def _forward(
         if with_entropy:
             mean_gap = jnp.sum(jnp.exp(shifted) * -shifted, axis=-1) / total
         else:
-            # This makes the entropy exactly 0.
-            mean_gap = -jnp.log(total)
+            mean_gap = -jnp.log(total)  # this makes the entropy exactly 0
         logprob = (target - top) - jnp.log(total)
         entropy = jnp.log(total) + mean_gap
         # The compiler may fuse the division by the temperature into the difference, so that

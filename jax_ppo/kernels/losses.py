@@ -122,8 +122,7 @@ def log_ratios_and_advantages(batch: PolicyBatch) -> tuple[jax.Array, jax.Array]
     log_ratio = zero_outside(batch.logprobs, batch.mask) - zero_outside(
         batch.old_logprobs, batch.mask
     )
-    # exp overflows float32 at 88.
-    log_ratio = jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)  # exp overflows float32 at 88
     return log_ratio, zero_outside(batch.advantages, batch.mask)
 
 

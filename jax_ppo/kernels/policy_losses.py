@@ -89,8 +89,7 @@ def gmpo(batch: PolicyBatch, clip: Clip, sequence_sum: SequenceSum) -> PolicyLos
     has the ratio g, and the log_ratio of the token.
     """
     log_ratio, advantages = log_ratios_and_advantages(batch)
-    # Each log-ratio is bounded on the side where the token would gain from moving.
-    cut = jnp.where(
+    cut = jnp.where(  # each log-ratio is bounded on the side where the token would gain from moving
         advantages > 0, jnp.minimum(log_ratio, clip.high), jnp.maximum(log_ratio, -clip.low)
     )
     # A mean of logs: the geometric mean of the ratios.

@@ -31,8 +31,7 @@ from jax_ppo.types import Example, Params, Prompts
 # The files of a model that a plan reads; none contains weights.
 DESCRIPTIONS = ["config.json", "generation_config.json"]
 FLOAT32_BYTES = 4
-# Any number will do: no shape depends on the number of steps.
-TOTAL_STEPS = 1000
+TOTAL_STEPS = 1000  # any number will do: no shape depends on the number of steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,8 +139,7 @@ def build_abstract_step(config: Config, mesh: Mesh, hosts: int = 1) -> AbstractS
     )
     state = StateBuilder(config, nets, mesh).shapes()
     sampled_params = policy_params(nets, state)
-    # An encoder reads its own tokens.
-    reads_rollout = not isinstance(nets.reward, Deberta)
+    reads_rollout = not isinstance(nets.reward, Deberta)  # an encoder reads its own tokens
     packer = make_packer(config, mesh, has_critic=nets.critic is not None)
     count = data.train_batch_size
     samples = count * config.responses_per_prompt
@@ -152,8 +150,7 @@ def build_abstract_step(config: Config, mesh: Mesh, hosts: int = 1) -> AbstractS
             Prompts(tokens=np.stack(training.tokens), lengths=ones[:count]),
             sharding.batch_rows(mesh, count),
         )
-        # A packing has one shape for all lengths.
-        packed = packer.pack(0, ones)
+        packed = packer.pack(0, ones)  # a packing has one shape for all lengths
     return AbstractStep(
         step_options=StepOptions(config),
         mesh=mesh,

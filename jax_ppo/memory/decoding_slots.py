@@ -19,8 +19,7 @@ from jax_ppo.sampler.routing import routing_bytes
 from jax_ppo.sampler.slots import Cache, DecodeJob, initial_state, pad_queue
 from jax_ppo.types import Prompts
 
-# Where the platform does not report its memory, as on CPUs.
-FALLBACK_SLOTS = 256
+FALLBACK_SLOTS = 256  # where the platform does not report its memory, as on CPUs
 # Share of the memory for what the arithmetic omits: prefill, activations, fragmentation.
 _RESERVE = 0.1
 # Larger numbers are rounded down to a multiple of this, which accelerators decode efficiently.

@@ -16,12 +16,10 @@ from jax_ppo.registries import ADVANTAGE_ESTIMATORS
 from jax_ppo.runtime import meshes
 from jax_ppo.training.roles import RunRole, resolve_roles
 
-# Suggestions propose adapters of this rank, and an estimator without requirements.
-_LORA_RANK = 16
+_LORA_RANK = 16  # suggestions propose adapters of this rank, and an estimator without requirements
 _WITHOUT_CRITIC = ADVANTAGE_ESTIMATORS.names(lambda entry: not any(entry.needs))[0]
 _MODEL_PARALLELISM = (2, 4, 8)
-# Options of the packed rows of a device at once.
-_ROWS = (
+_ROWS = (  # options of the packed rows of a device at once
     "actor.ppo_micro_batch_size_per_device",
     "critic.ppo_micro_batch_size_per_device",
     "rollout.logprob_micro_batch_size_per_device",
@@ -134,12 +132,10 @@ class PossibleChanges:
 
     def _use_host_memory(self) -> Iterator[Change]:
         """Yield changes that keep in the host's memory what a phase does not read."""
-        # The memory of CPU devices is the host's.
-        if target_platform() == "cpu":
+        if target_platform() == "cpu":  # the memory of CPU devices is the host's
             return
         optimizers = [role.entry.optimizer_offload for role in self._roles if role.is_trained]
-        # The base of adapters is read by every program.
-        idle = [
+        idle = [  # the base of adapters is read by every program
             role.entry.param_offload
             for role in self._roles
             if role.entry.param_offload and not (role.entry.holds_base and self.config.has_adapters)
@@ -166,8 +162,7 @@ class PossibleChanges:
         if recomputed != config:
             yield words, recomputed
         for name in _ROWS:
-            # Unset, the others follow the actor's.
-            rows = option_value(config, name)
+            rows = option_value(config, name)  # unset, the others follow the actor's
             if rows != 1 and (rows or name.startswith("actor.")):
                 yield self._change({name: 1})
         samples = meshes.rows_per_shard(self.mesh, config.data.train_batch_size) * config.rollout.n

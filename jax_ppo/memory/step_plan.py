@@ -25,8 +25,7 @@ from jax_ppo.runtime.topologies import (
     described_devices,
 )
 
-# Fields and properties of a plan that stand in its JSON as they are.
-_JSON_FIGURES = (
+_JSON_FIGURES = (  # fields and properties of a plan that stand in its JSON as they are
     *("mesh", "rollout_mesh", "decoding_devices", "available", "peak", "estimated_peak", "fits"),
     "source",
 )

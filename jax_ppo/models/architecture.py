@@ -15,8 +15,7 @@ class Block(NamedTuple):
 
 
 BLOCKS = {
-    # Llama's: RMSNorm and a gated MLP.
-    "gated": Block(("scale",), ("gate_proj", "up_proj")),
+    "gated": Block(("scale",), ("gate_proj", "up_proj")),  # Llama's: RMSNorm and a gated MLP
     # That of the first decoders: LayerNorm and an MLP without a gate.
     "ungated": Block(("scale", "bias"), ("up_proj",)),
     # Llama's with a Gated DeltaNet in place of attention in some layers (recurrent_layers.py).
@@ -298,7 +297,6 @@ class Architecture:
         return self.rope_head_dim or int(self.head_dim * self.partial_rotary_factor)
 
 
-# Fields whose values are whole numbers, or `None`.
-INTEGER_FIELDS = frozenset(
+INTEGER_FIELDS = frozenset(  # fields whose values are whole numbers, or `None`
     field.name for field in dataclasses.fields(Architecture) if field.type in (int, int | None)
 )

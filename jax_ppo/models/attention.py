@@ -262,8 +262,7 @@ def attend_block_of_queries(
     """Compute the attention of a block of queries to the keys that they read."""
     B, Q, H, d = q_BxQxHxd.shape
     K, S = k_BxKxSxd.shape[1:3]
-    # All queries of a group, one after the other: one matrix product per key head.
-    q_BxKxGQxd = (
+    q_BxKxGQxd = (  # all queries of a group, one after the other: one matrix product per key head
         (q_BxQxHxd * (d**-0.5 if scale is None else scale))
         .reshape(B, Q, K, -1, d)
         .transpose(0, 2, 3, 1, 4)

@@ -24,8 +24,7 @@ MAX_CUDNN_HEAD = {9: 256}
 MAX_CUDNN_HEAD_ELSEWHERE = 128
 # Block sizes of splash attention in tokens; the largest that divides the row is used.
 SPLASH_BLOCKS = (512, 256, 128)
-# Rounding a row up to a larger block may add at most this part of its length.
-MAX_ROUNDING = 1 / 8
+MAX_ROUNDING = 1 / 8  # rounding a row up to a larger block may add at most this part of its length
 
 
 class AttentionFacts(NamedTuple):

@@ -29,8 +29,7 @@ from jax_ppo.models.attention import MASKED_LOGIT, softmax_with_sinks
 from jax_ppo.models.attention_kernels import cudnn_products
 from jax_ppo.runtime.parallelism.split_attention import split_heads
 
-# Programs whose keys have the columns last.
-TRANSPOSED = ("cpu", "gpu")
+TRANSPOSED = ("cpu", "gpu")  # programs whose keys have the columns last
 MIN_READ_WIDTH = 128  # least number of columns that a CPU reads
 
 Columns = tuple[jax.Array, jax.Array]
@@ -186,8 +185,7 @@ def attend_to_cache(
         sliding_window = None
     if program == "cpu":
         return _attend_up_to_longest(q_bx1xHxd, keys, values, columns_b, sliding_window, options)
-    # The other programs run for all rows of the cache.
-    idle_rows = len(keys) - len(q_bx1xHxd)
+    idle_rows = len(keys) - len(q_bx1xHxd)  # the other programs run for all rows of the cache
     q_Bx1xHxd = pad_rows(q_bx1xHxd, idle_rows)
     columns_B = pad_rows(columns_b, idle_rows)
     if program == "cudnn":

@@ -35,8 +35,7 @@ from jax_ppo.runtime.parallelism.split_attention import (
     pad_query_heads,
 )
 
-# The epsilon of the norms of latents, which config.json does not change.
-LATENT_EPSILON = 1e-6
+LATENT_EPSILON = 1e-6  # the epsilon of the norms of latents, which config.json does not change
 
 
 class LatentDense(Dense):
@@ -142,8 +141,7 @@ class LatentAttention(Attention):
     ) -> jax.Array:
         """Return the attention of whole sequences, [B, T, H, value_head_dim]."""
         a = self.options.architecture
-        # Programs take heads of one width: zeros change neither logits nor sums.
-        q, k, v = (
+        q, k, v = (  # programs take heads of one width: zeros change neither logits nor sums
             jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, a.attended_width - x.shape[-1])))
             for x in (q, k, v)
         )

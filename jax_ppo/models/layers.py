@@ -114,8 +114,7 @@ class RMSNorm(nn.Module):
         init = nn.initializers.zeros if a.norm_plus_one else nn.initializers.ones
         scale = self.param("scale", init, (x.shape[-1],), jnp.float32).astype(x.dtype)
         wide = normalize(x, a.norm_epsilon if self.epsilon is None else self.epsilon)
-        # Some families round after the multiplication, the others before it.
-        if a.norm_plus_one:
+        if a.norm_plus_one:  # some families round after the multiplication, the others before it
             return (wide * (1 + scale.astype(jnp.float32))).astype(x.dtype)
         if a.norm_in_float32:
             return (wide * scale.astype(jnp.float32)).astype(x.dtype)
@@ -302,8 +301,7 @@ class Attention(DecoderModule):
                 cos = jnp.where(kind.is_local, local_cos, cos)
                 sin = jnp.where(kind.is_local, local_sin, sin)
         if a.unrotated_layers:
-            # A rotation by zero changes no bit.
-            cos = jnp.where(kind.is_rotated, cos, 1)
+            cos = jnp.where(kind.is_rotated, cos, 1)  # a rotation by zero changes no bit
             sin = jnp.where(kind.is_rotated, sin, 0)
         return cos, sin
 

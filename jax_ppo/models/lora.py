@@ -96,8 +96,7 @@ def merge_kernel(
     scale: float,
 ) -> Float[Array, "inputs outputs"]:
     """Return the float32 kernel that includes its adapters: W + scale A B."""
-    # In float32 and at full precision: the merged kernel is exported.
-    product = jnp.matmul(
+    product = jnp.matmul(  # in float32 and at full precision: the merged kernel is exported
         lora_a.astype(jnp.float32), lora_b.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
     )
     return kernel.astype(jnp.float32) + scale * product

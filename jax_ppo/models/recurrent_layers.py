@@ -143,8 +143,7 @@ class DeltaNet(RecurrentMixer):
         v = v.reshape(B, T, a.delta_value_heads, a.delta_value_dim)
         # Each head of queries and keys serves several heads of values, which are adjacent.
         copies = a.delta_value_heads // a.delta_key_heads
-        # Of unit length.
-        q, k = (
+        q, k = (  # of unit length
             jnp.repeat(
                 x * jax.lax.rsqrt(jnp.sum(x**2, axis=-1, keepdims=True) + EPSILON), copies, axis=2
             )

@@ -78,8 +78,7 @@ from jax_ppo.types import Params
 # Up to so many layers the loop over stacked parameters is unrolled: on a CPU faster by a quarter.
 MAX_UNROLLED_LAYERS = 8
 
-# The layer of each block in `architecture.BLOCKS`.
-MODULES: dict[str, type[Layer]] = {
+MODULES: dict[str, type[Layer]] = {  # the layer of each block in `architecture.BLOCKS`
     "gated": Layer,
     "ungated": UngatedLayer,
     "delta": DeltaLayer,
@@ -348,8 +347,7 @@ class Transformer(LayerOptions):
         x, (to_share, auxiliary) = jax.lax.scan(
             run_pattern, x, stacked, unroll=1 if is_loop else repetitions
         )
-        # The last repetition's.
-        to_share = jax.tree.map(lambda x: x[-1], to_share)
+        to_share = jax.tree.map(lambda x: x[-1], to_share)  # the last repetition's
         return x, to_share, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), auxiliary)
 
     def _run_unrolled(

@@ -123,8 +123,7 @@ def generalized_advantages(
         "starts_T": masks.starts,
         "bootstrap_value": final_values,
     }
-    # Lambdas may differ from sample to sample.
-    lams: dict[str, jax.Array] = {}
+    lams: dict[str, jax.Array] = {}  # lambdas may differ from sample to sample
     for name in ("lam", "turn_lam"):
         if name in arguments:
             lams[name] = jnp.full(len(values), arguments.pop(name))
@@ -140,8 +139,7 @@ def generalized_advantages(
         critic_lams = dict.fromkeys(lams, jnp.full(len(values), algorithm.critic_lam))
     advantages, returns = gae(actor_lams)
     if critic_lams is not actor_lams:
-        # Decoupled GAE: the critic's targets with another lambda.
-        _, returns = gae(critic_lams)
+        _, returns = gae(critic_lams)  # decoupled GAE: the critic's targets with another lambda
     terms = jnp.maximum(jnp.abs(token_rewards), jnp.abs(values))
     return Estimates(advantages, returns, masked_max(terms, masks.actions))
 

@@ -142,8 +142,7 @@ def join_sequences(rollout: Rollout, length: int) -> Sequences:
     response_or_padding = jnp.where(column < prompts + lengths, from_response, 0)
     routed_experts = rollout.routed_experts
     if routed_experts is not None:
-        # Columns beyond the rollout's are never read.
-        missing = length - routed_experts.shape[1]
+        missing = length - routed_experts.shape[1]  # columns beyond the rollout's are never read
         routed_experts = jnp.pad(routed_experts, ((0, 0), (0, missing), (0, 0), (0, 0)))
     return Sequences(
         tokens=jnp.where(column < prompts, from_prompt, response_or_padding),
@@ -235,8 +234,7 @@ def forward_part(
             for name in options.fields(part)
         }
     )
-    # Once, before the loop over micro-batches.
-    state = state.on_device()
+    state = state.on_device()  # once, before the loop over micro-batches
 
     def micro_batch(i: jax.Array, outputs: ForwardOutputs) -> ForwardOutputs:
         rows = gather_micro_batch(sequences, rows_of_batches, i)

@@ -168,7 +168,6 @@ def make_packer(config: Config, mesh: Mesh, has_critic: bool) -> RolloutPacker:
 
 def sample_lengths(batch: PromptBatch, rollout: Rollout) -> np.ndarray:
     """Return the tokens of each sample's prompt and response, int [B], on the host."""
-    # This waits until sampling has ended.
-    response_lengths = placement.to_host(rollout.lengths)
+    response_lengths = placement.to_host(rollout.lengths)  # this waits until sampling has ended
     prompts = batch.prompts.lengths
     return np.repeat(prompts, len(response_lengths) // len(prompts)) + response_lengths

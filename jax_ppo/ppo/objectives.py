@@ -111,8 +111,7 @@ class RolloutObjective:
     options: UpdateOptions
     aggregation: str  # see `registries.AGGREGATIONS`
     net: Transformer  # the role's model
-    # The frozen parameters below the adapters; unused without adapters.
-    base: Params | None
+    base: Params | None  # the frozen parameters below the adapters; unused without adapters
     experience: Experience
 
     @property

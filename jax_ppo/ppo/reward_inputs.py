@@ -76,8 +76,7 @@ def make_reward_inputs(
             "model is an encoder, whose score is that of its first token; leave it unset"
         )
     lines, inputs = [], None
-    # A model with the actor's tokenizer scores the rollout itself: no input is made.
-    if (
+    if (  # a model with the actor's tokenizer scores the rollout itself: no input is made
         options.model_input == "auto"
         and not isinstance(net, Deberta)
         and model_inputs.tokenizers_match(tokenizer, actor_tokenizer)
@@ -124,8 +123,7 @@ def _make_reader(
 ) -> model_inputs.RewardInputEncoder:
     """Return what turns prompts and responses into the reward model's tokens."""
     is_encoder, architecture = isinstance(net, Deberta), net.architecture
-    # The form says how prompt and response are joined.
-    form = options.model_input
+    form = options.model_input  # the form says how prompt and response are joined
     if form == "auto":
         is_chat = tokenizer.chat_template and prompts_are_chats
         form = "pair" if is_encoder else "chat" if is_chat else "text"

@@ -99,8 +99,7 @@ def shape_rewards(
     if rewards.steps is not None:
         earned += rewards.steps.sum(1)
     lengths = sequences.lengths
-    # Metrics describe what was earned, before any shaping.
-    metrics = {
+    metrics = {  # metrics describe what was earned, before any shaping
         "reward/mean": earned.mean(),
         "reward/std": earned.std(),
         "reward/min": earned.min(),

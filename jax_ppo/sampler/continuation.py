@@ -98,8 +98,7 @@ def continue_responses(
     }
     state = initial_state(job)._replace(**{name: x[order_N] for name, x in results.items()})
     state = decode_queue(job, state)
-    # In the order of the samples again.
-    place_N = jnp.argsort(order_N)
+    place_N = jnp.argsort(order_N)  # in the order of the samples again
     state = state._replace(**{name: getattr(state, name)[place_N] for name in results})
     columns = jnp.arange(T)
     is_drawn_NxT = columns < state.lengths[:, None]

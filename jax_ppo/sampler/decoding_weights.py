@@ -69,8 +69,7 @@ class WeightPreparation:
             mesh = trained_on
             layouts = jax.tree.map(lambda _: sharding.replicated(trained_on), layouts)
         stacks = actor.architecture.partial_stacks
-        # For each layer, the stacks that it has no entry in.
-        self._missing = {
+        self._missing = {  # for each layer, the stacks that it has no entry in
             f"layer_{i}": tuple(name for name, owners in stacks.items() if not owners[i])
             for i in range(actor.architecture.num_layers)
         }
@@ -83,8 +82,7 @@ class WeightPreparation:
         self._others = CompiledProgram(
             others_in_decoding_form, "prepare_weights", out_shardings=(others, index)
         )
-        # One program for each kind of layer.
-        self._layer = {
+        self._layer = {  # one program for each kind of layer
             missing: CompiledProgram(
                 functools.partial(_layer_in_decoding_form, actor, missing),
                 "prepare_weights",

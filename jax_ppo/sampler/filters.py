@@ -122,8 +122,7 @@ def _keep_heaviest(
         return jnp.where(enough_B, middle_B, low_B), jnp.where(enough_B, high_B, middle_B)
 
     low_B = jnp.zeros_like(bits_BxM[:, 0])
-    # The bits of 1, the largest weight, plus one: less than 2^30.
-    high_B = low_B + 0x3F800001
+    high_B = low_B + 0x3F800001  # the bits of 1, the largest weight, plus one: less than 2^30
     least_B, _ = jax.lax.fori_loop(0, 30, halve, (low_B, high_B))
     return jnp.where(bits_BxM >= least_B[:, None], weights_BxM, 0)
 

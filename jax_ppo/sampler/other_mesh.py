@@ -119,8 +119,7 @@ class SeparateEngine(OtherMeshEngine):
         """Wait for what is decoded ahead, copy the weights, and wait (`WeightPreparation`)."""
         if self._ahead is not None:
             concurrent.futures.wait([self._ahead])
-        # These devices need not have room for two copies.
-        self._engine.release_weights()
+        self._engine.release_weights()  # these devices need not have room for two copies
         super().update_weights(params)
 
     def send(self, per_row: T, whole: jax.Array) -> tuple[T, jax.Array]:

@@ -135,8 +135,7 @@ def sample_tokens(
     if forbidden_BxV is not None:
         allowed_BxV = jnp.where(forbidden_BxV, -jnp.inf, logits_BxV)
     if filters.temperature == 0:
-        # No division by 0, and no random numbers.
-        tokens_B = _likeliest_tokens(allowed_BxV, shards)
+        tokens_B = _likeliest_tokens(allowed_BxV, shards)  # no division by 0, and no random numbers
         return Draws(tokens_B, _token_logprobs(logits_BxV, tokens_B, Filters(), shards))
     tokens_B, normalizer = _draw_filtered(allowed_BxV, uniforms_Bx2, filters, shards)
     # The recorded log-prob is the policy's, including tokens that must not be drawn.

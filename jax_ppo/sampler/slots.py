@@ -41,8 +41,7 @@ class Slots(NamedTuple):
     sample: jax.Array
     drawn: jax.Array  # int32 [B], tokens of its response so far
     token: jax.Array  # int32 [B], the last token of its sequence, which has not been run yet
-    # One entry per layer, with S columns and B rows, or more (see `compact_slots`).
-    cache: Cache
+    cache: Cache  # one entry per layer, with S columns and B rows, or more (see `compact_slots`)
 
 
 class Dialogues(NamedTuple):
@@ -246,8 +245,7 @@ def fill_slots(job: DecodeJob, state: DecodeState) -> DecodeState:
     slot_g = jnp.nonzero(~busy_slots(job, state), size=job.refill, fill_value=B)[0]
     sample_g = state.entered + jnp.arange(job.refill)
     enters_g = (slot_g < B) & (sample_g < jnp.minimum(state.prefilled * n, job.count))
-    # Writes to slot B, which does not exist, are dropped.
-    slot_g = jnp.where(enters_g, slot_g, B)
+    slot_g = jnp.where(enters_g, slot_g, B)  # writes to slot B, which does not exist, are dropped
     # The n samples of a prompt enter one after the other and copy the same row of the buffer.
     prompt_g = jnp.minimum(sample_g // n, state.prefilled - 1)
     buffer_g = prompt_g - (state.prefilled - job.group)

@@ -85,8 +85,7 @@ class Checkpointer:
         policy = checkpoint_managers.AnyPreservationPolicy(
             [
                 checkpoint_managers.LatestN(max_to_keep),
-                # Only an evaluated checkpoint can be the best one.
-                checkpoint_managers.BestN(
+                checkpoint_managers.BestN(  # only an evaluated checkpoint can be the best one
                     get_metric_fn=self._quality, n=1, keep_checkpoints_without_metrics=False
                 ),
             ]
@@ -161,8 +160,7 @@ class Checkpointer:
             for name, value in (metrics or {}).items()
             if value is not None and math.isfinite(value)
         }
-        # The save before this one needs its space first.
-        self.wait()
+        self.wait()  # the save before this one needs its space first
         num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
         self._saving = (step, num_bytes)
 
@@ -295,8 +293,7 @@ def _validate_shapes(checkpoint: str, name: str, saved_tree: Any, abstract: Any)
     if saved_tree is None:
         raise UserError(f"{checkpoint} holds no {name!r}")
     saved, wanted = _shapes(saved_tree), _shapes(abstract)
-    # Names of both sides: a parameter that only one of them has is a mismatch, too.
-    wrong = [
+    wrong = [  # names of both sides: a parameter that only one of them has is a mismatch, too
         f"{name}/{key}: {saved.get(key, 'absent')} in the checkpoint, "
         f"{wanted.get(key, 'absent')} in the model"
         for key in sorted(saved.keys() | wanted.keys())

@@ -22,8 +22,7 @@ def first_control(
     kl_options: KLControl, reward: Reward, critic: Critic, returns: Moments | None = None
 ) -> Control:
     """Return the `Control` of step 0; `returns` has the moments of a critic that continues."""
-    # Only configured moments exist, so that other runs carry and save none.
-    tracked_moments = {}
+    tracked_moments = {}  # only configured moments exist, so that other runs carry and save none
     if reward.normalize != "none":
         tracked_moments["rewards"] = empty_moments()
     if critic.normalize_values:

@@ -139,8 +139,7 @@ def score_positions(sequences: Sequences, pad_id: int | None) -> Int[Array, " B"
     lengths = sequences.prompt_lengths + sequences.lengths
     is_readable = column < lengths[:, None]
     if pad_id is not None:
-        # By token id, not by position.
-        is_readable &= sequences.tokens != pad_id
+        is_readable &= sequences.tokens != pad_id  # by token id, not by position
     return jnp.max(jnp.where(is_readable, column, 0), axis=1)
 
 

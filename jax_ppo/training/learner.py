@@ -160,8 +160,7 @@ class Learner:
         # One compiled loop over epochs and mini-batches: no return to the host in between.
         start = (*placement.to_device((params, optimizer_state)), jnp.bool_(True))
         (*trained, _), (metrics_U, was_run_U, taken_U) = jax.lax.scan(mini_batch, start, batches)
-        # Besides the objective's metrics: what `take_optimizer_step` adds.
-        reductions = {
+        reductions = {  # besides the objective's metrics: what `take_optimizer_step` adds
             **self.objective.metrics,
             f"{self.prefix}grad_norm": Metric.MEAN,
             f"{self.prefix}skipped": Metric.SUM,

@@ -139,8 +139,7 @@ class NetworkReader:
             f"{field.name} {getattr(reference, field.name)} instead of "
             f"{getattr(expected, field.name)}"
             for field in dataclasses.fields(expected)
-            # Log-probs do not depend on which tokens end a response.
-            if field.name != "eos_ids"
+            if field.name != "eos_ids"  # log-probs do not depend on which tokens end a response
             and getattr(reference, field.name) != getattr(expected, field.name)
         ]
         if differences:
@@ -283,8 +282,7 @@ def refuse_router_replay(mode: str, actor: Transformer) -> None:
 
 def full_parameters(net: Transformer | Deberta, params: Params, base: Params | None) -> Params:
     """Return everything that `net` runs on: `params`, joined with `base` if they are adapters."""
-    # An encoder has no such field.
-    if getattr(net, "lora", None) is None:
+    if getattr(net, "lora", None) is None:  # an encoder has no such field
         return params
     assert base is not None, "adapters need their base"
     return join_adapters(base, params)

@@ -125,8 +125,7 @@ def pack_samples(
         counts[u] = -(-len(rows) // R)
         for r, members in enumerate(rows):
             start = 0
-            # Samples follow each other without a gap, from the left.
-            for b in group[members]:
+            for b in group[members]:  # samples follow each other without a gap, from the left
                 end = start + lengths_B[b]
                 sample[u, r, start:end] = b
                 position[u, r, start:end] = np.arange(lengths_B[b])

@@ -58,8 +58,7 @@ class Progress:
         return {name: copy.copy(getattr(self, name)) for name in HISTORY}
 
 
-# What a resumed run continues from, besides its step and position.
-HISTORY = tuple(
+HISTORY = tuple(  # what a resumed run continues from, besides its step and position
     field.name for field in dataclasses.fields(Progress) if field.name not in ("step", "position")
 )
 

@@ -131,8 +131,7 @@ def _read_head_dim(reader: ConfigReader, family: Family, hidden_size: int, num_h
         heads, width = map(reader.name, ("num_attention_heads", "hidden_size"))
         require_divisor(heads, num_heads, width, hidden_size)
         head_dim = hidden_size // num_heads
-    # Pairs of numbers are rotated.
-    if head_dim % 2 and not family.learned_positions:
+    if head_dim % 2 and not family.learned_positions:  # pairs of numbers are rotated
         raise reader.unsupported("head_dim", head_dim, "even numbers are")
     return head_dim
 
@@ -311,8 +310,7 @@ def _read_router_groups(
     """Return the groups of experts that a token selects from, if it selects groups first."""
     if not family.has_router_groups:
         return {}
-    # A group is valued by its best two experts, or by its best one.
-    least = 2
+    least = 2  # a group is valued by its best two experts, or by its best one
     if not family.fixed.get("sigmoid_router"):
         least = 1
         method = reader.string("topk_method")

@@ -110,8 +110,7 @@ def update_hf_config(source: Config, architecture: Architecture, dtype: str, hea
 
 
 def _write_experts(a: Architecture, family: Family) -> Config:
-    # "" is the name of what a family has no field for.
-    config: Config = {
+    config: Config = {  # "" is the name of what a family has no field for
         family.expert_fields[0]: a.num_experts,
         family.expert_width: a.intermediate_size,
         "num_experts_per_tok": a.experts_per_token,

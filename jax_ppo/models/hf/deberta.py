@@ -11,8 +11,7 @@ from jax_ppo.models.hf.fields import HARMLESS_FIELDS, MAX_LAYERS, ConfigReader, 
 from jax_ppo.models.hf.tensors import TensorMapping, TensorTable
 
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "tanh")
-# Values that transformers uses for missing fields, besides null and False.
-DEFAULTS = {
+DEFAULTS = {  # values that transformers uses for missing fields, besides null and False
     "conv_act": "tanh",
     "conv_kernel_size": 0,
     "hidden_act": "gelu",
@@ -119,8 +118,7 @@ def _read_distances(reader: ConfigReader) -> dict[str, Any]:
     """Return the fields of the architecture that describe positions and their distances."""
     max_length = reader.integer("max_position_embeddings")
     max_distance = reader.integer("max_relative_positions", minimum=-1)
-    # -1 means the longest sequence.
-    if max_distance < 1:
+    if max_distance < 1:  # -1 means the longest sequence
         max_distance = max_length
     buckets = reader.integer("position_buckets", minimum=-1)
     has_buckets = buckets > 0

@@ -24,8 +24,7 @@ _UNGATED = {"block": "ungated", "mlp_bias": True}
 
 _QWEN_DEFAULTS = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28,
     "max_position_embeddings": 32_768}
-# The three positions of a token of text are equal.
-_ROPE_OF_TEXT = {"mrope": "default"}
+_ROPE_OF_TEXT = {"mrope": "default"}  # the three positions of a token of text are equal
 _QWEN: dict[str, Any] = {"nullable": {"num_key_value_heads"}, "sliding_windows": "last",
     "rope_aliases": _ROPE_OF_TEXT}
 
@@ -275,8 +274,7 @@ FAMILIES = {
             "post_attention_layernorm": "ln_2", "self_attn.c_attn": "attn.c_attn",
             "self_attn.o_proj": "attn.c_proj", "mlp.up_proj": "mlp.c_fc",
             "mlp.down_proj": "mlp.c_proj"},
-        # The first files on the hub hold the model without a head.
-        older_prefixes={
+        older_prefixes={  # the first files on the hub hold the model without a head
             prefix: f"transformer.{prefix}" for prefix in ("wte.", "wpe.", "h.", "ln_f.")}),
     "gpt_neox": Family("GPTNeoX", has_token_classifier=False,
         field_names={"rms_norm_eps": "layer_norm_eps", "rope_theta": "rotary_emb_base",
@@ -323,6 +321,5 @@ MULTIMODAL = {
         {"qwen3_vl_text": {"rope_theta": 500_000.0, "max_position_embeddings": 128_000}}),
 }
 
-# DeBERTa-v3 is v2 with another training objective, and has the same model_type.
-ENCODERS = {
+ENCODERS = {  # DeBERTa-v3 is v2 with another training objective, and has the same model_type
     "deberta-v2": EncoderFamily(deberta_from_hf_config, deberta_tensor_table, UNUSED_TENSORS)}

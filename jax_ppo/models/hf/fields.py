@@ -16,8 +16,7 @@ from jax_ppo.errors import UserError, named_file, nearest_name
 
 Config = dict[str, Any]
 
-# Longest value that an error message repeats, in characters.
-MAX_QUOTED = 80
+MAX_QUOTED = 80  # longest value that an error message repeats, in characters
 MAX_SIZE = 2**31 - 1
 # Far more than any model has. Names of tensors are listed per layer, so a limit is needed.
 MAX_LAYERS = 10_000
@@ -165,8 +164,7 @@ class ConfigReader:
     def integer(self, name: str, minimum: int = 1, maximum: int = MAX_SIZE) -> int:
         """Return a required whole number."""
         value = self.any_value(name)
-        # bool is a subclass of int.
-        if type(value) is not int:
+        if type(value) is not int:  # bool is a subclass of int
             raise self._mismatch(name, "a whole number", value)
         if not minimum <= value <= maximum:
             raise self._mismatch(name, f"a whole number from {minimum} to {maximum}", value)
@@ -298,8 +296,7 @@ class ConfigReader:
     def _list(self, name: str, kind: type, words: str) -> list[Any] | None:
         """Return a list of values of one type, or `None` if it is missing or null."""
         value = self.any_value(name)
-        # bool is a subclass of int.
-        if value is not None and not (
+        if value is not None and not (  # bool is a subclass of int
             isinstance(value, list) and all(type(item) is kind for item in value)
         ):
             raise self._mismatch(name, f"a list of {words}", value)

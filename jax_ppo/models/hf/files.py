@@ -27,8 +27,7 @@ MAGNITUDE_BITS: dict[str, tuple[type[np.unsignedinteger], int, int]] = {
 }
 # Values that are examined at a time, so that they stay in the processor's cache.
 BLOCK_SIZE = 1 << 18
-# Bytes of a tensor that are compared at a time.
-COMPARED_BYTES = 1 << 26
+COMPARED_BYTES = 1 << 26  # bytes of a tensor that are compared at a time
 # Experts in MXFP4, as gpt-oss is published (OCP Microscaling Formats 1.0): ends of the names of
 # both tensors; numbers of four bits, of which groups share a power of two; its exponent's offset.
 MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"

@@ -13,8 +13,7 @@ from jax_ppo.models.hf.files import SAFETENSORS_DTYPES, SafetensorsCheckpoint
 from jax_ppo.models.hf.names import tensor_table
 
 OUTPUT_EMBEDDINGS = ("lm_head.weight", "embed_out.weight")
-# Score heads of a decoder and of an encoder.
-SCORE_WEIGHTS = ("score.weight", "classifier.weight")
+SCORE_WEIGHTS = ("score.weight", "classifier.weight")  # score heads of a decoder and of an encoder
 SCORE_BIASES = ("score.bias", "classifier.bias")
 ROTARY_FREQUENCIES = "rotary_emb.inv_freq"
 # Ends of the names of attention masks that old versions of transformers stored.

@@ -25,8 +25,7 @@ HF_MODULES = {
     "dense_mlp": "mlp",
     "shared_expert": "mlp.shared_expert",
 }
-# The projections of a single MLP.
-EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")  # the projections of a single MLP
 # In the name of a tensor that holds all experts of a layer.
 STACKED_EXPERTS = ".experts.gate_up_proj"
 

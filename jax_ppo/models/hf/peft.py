@@ -90,8 +90,7 @@ def read_adapter_config(folder: str | Path, architecture: Architecture) -> tuple
     rank = reader.integer("r")
     alpha = reader.number("lora_alpha", above=-math.inf)
     if reader.boolean("use_rslora", nullable=True):
-        # The rank-stabilized scale is alpha / sqrt(r) instead of alpha / r.
-        alpha *= rank**0.5
+        alpha *= rank**0.5  # the rank-stabilized scale is alpha / sqrt(r) instead of alpha / r
     name = "base_model_name_or_path"
     base_model = "" if config.get(name) is None else reader.string(name)
     return Lora(rank, float(alpha), _adapted_projections(folder, architecture)), base_model
@@ -165,8 +164,7 @@ def _validate_tensors(checkpoint: SafetensorsCheckpoint, rows: TensorTable, head
     used = {name for row in rows.values() for name in row.names()}
     bias = f"{PEFT_PREFIX}score.bias"
     if head in ("scalar", "both"):
-        # The head of another role is not read.
-        used |= {f"{PEFT_PREFIX}score.weight", bias}
+        used |= {f"{PEFT_PREFIX}score.weight", bias}  # the head of another role is not read
     elif bias in checkpoint and not np.any(checkpoint.read(bias)):
         used.add(bias)  # of a classifier of tokens, as critics are exported
     unused = sorted(checkpoint.names() - used)

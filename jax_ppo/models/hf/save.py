@@ -161,8 +161,7 @@ def atomic_folder(folder: Path, *members: str) -> Iterator[Path]:
     distributed.barrier("export written")
     if distributed.is_main():
         _replace(folder, temporary)
-    # No process looks for the folder before it exists.
-    distributed.barrier("export")
+    distributed.barrier("export")  # no process looks for the folder before it exists
 
 
 def _read_source(folder: str | Path | None, name: str) -> dict[str, Any]:

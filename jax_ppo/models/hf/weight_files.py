@@ -148,8 +148,7 @@ def _gather_round(
             if writer == process:
                 for path, part in zip(tensor.paths, parts, strict=True):
                     values = rows[path].write(np.asarray(part), values)
-            # The devices' copies are freed before the next tensor is gathered.
-            del parts
+            del parts  # the devices' copies are freed before the next tensor is gathered
         if values is not None:
             yield values
 

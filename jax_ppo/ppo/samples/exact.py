@@ -93,8 +93,7 @@ def _draw_again(
     options = dataclasses.replace(
         parts.step_options.forward,
         old_logprobs=True,
-        # Without it, the compiler fuses log-probs otherwise than in the update.
-        entropy=True,
+        entropy=True,  # without it, the compiler fuses log-probs otherwise than in the update
         reference=False,
         full_kl=False,
         shared_trunk=False,

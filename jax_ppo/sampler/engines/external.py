@@ -246,8 +246,7 @@ class ExternalEngine(RolloutEngine):
             )
 
     def _sample_probe(self) -> Response:
-        # No EOS: the response has all its tokens.
-        probe = SamplingOptions(
+        probe = SamplingOptions(  # no EOS: the response has all its tokens
             max_response_length=_PROBE_TOKENS, temperature=self.options.temperature
         )
         keys = jax.random.split(jax.random.key(0), 1)

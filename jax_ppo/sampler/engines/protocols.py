@@ -24,8 +24,7 @@ class ServerProtocol:
     sample_route = "/inference/v1/generate"  # where a request for one response is sent
     version_route = ""  # where the version is asked for, if replies do not contain it
     adapter_key = "model"  # the field of a request that has the name of the adapters
-    # HTTP's status of a request with adapters that the server does not have.
-    unknown_adapters = 404
+    unknown_adapters = 404  # HTTP's status of a request with adapters that the server does not have
     # How to start the server so that it has all routes, and those for adapters.
     hint = "; start vLLM with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
     adapter_hint = "; start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"
@@ -145,8 +144,7 @@ class _SGLang(ServerProtocol):
 def choose_protocol(routes: Collection[str]) -> tuple[ServerProtocol, list[str]]:
     """Return the protocol whose routes a server has most of, and the routes that it lacks."""
     protocols = ServerProtocol(), _SGLang(), _Completions()
-    # The route that samples tells the servers apart.
-    best = min(
+    best = min(  # the route that samples tells the servers apart
         protocols, key=lambda p: (p.sample_route not in routes, len(p.missing_routes(routes)))
     )
     return best, best.missing_routes(routes)

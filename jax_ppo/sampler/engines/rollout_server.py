@@ -103,8 +103,7 @@ class ServerProcess:
         """End it and wait for its end."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        # A forked child of this process may still hold the other end.
-        self._process.terminate()
+        self._process.terminate()  # a forked child of this process may still hold the other end
         self._process.wait()
 
 
@@ -202,8 +201,7 @@ class RolloutServer:
         if self._process is None:
             self.connect(self.client.timeout)
         else:
-            # Whether it died, hangs or sent a reply that cannot be used.
-            self._process.stop()
+            self._process.stop()  # whether it died, hangs or sent a reply that cannot be used
             self._process, self.is_connected = None, False
 
     def stop(self, last_calls: Sequence[Call]) -> None:
@@ -223,8 +221,7 @@ class RolloutServer:
 
 def _require_vllm(python: str) -> None:
     """Raise `UserError` unless the interpreter has vLLM."""
-    # A folder named vllm would be found as a package; it has no modules.
-    program = (
+    program = (  # a folder named vllm would be found as a package; it has no modules
         "import importlib.util as i, sys; "
         "sys.exit(not i.find_spec('vllm') or i.find_spec('vllm.entrypoints') is None)"
     )

@@ -152,8 +152,7 @@ class ServerEngine(ExternalEngine):
                 for future in futures:
                     future.result()
             finally:
-                # After an interrupt nobody waits for what is under way.
-                is_over = True
+                is_over = True  # after an interrupt nobody waits for what is under way
                 self._server.client.abort()
         version_route = self._server.protocol.version_route
         if version_route and received:
@@ -221,8 +220,7 @@ class ServerEngine(ExternalEngine):
         protocol, loaded = self._server.protocol, self._loaded
         loaded.loads += 1
         name = f"{self._version}-{loaded.loads}"
-        # Without a reply it may have loaded them all the same.
-        loaded.names += (name,)
+        loaded.names += (name,)  # without a reply it may have loaded them all the same
         try:
             self._server.post_all(protocol.load_adapters(str(self.adapters), name, self._version))
         except RequestFault as fault:
