@@ -9,8 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 
-# Longer messages, which quote a long input, are cut in the middle.
-LONGEST_MESSAGE = 2000
+LONGEST_MESSAGE = 2000  # longer ones, which quote a long input, are cut in the middle
 closed_outputs: list[str] = []  # outputs whose reader has gone, until a run reports it
 
 

@@ -60,8 +60,7 @@ class HTTPClient:
     key_variable: str  # the environment variable with the server's key
     timeout: float  # seconds that an attempt may take
     retries: int = 0  # number of times that `post` repeats a failed request
-    # The option that holds the address, "config.SECTION.NAME", to begin messages with it.
-    option: str = ""
+    option: str = ""  # "config.SECTION.NAME" of the address, to begin messages with
     by_proxy: bool = True  # by way of the proxy that the environment names, if it names one
     _connections: weakref.WeakSet[http.client.HTTPConnection] = dataclasses.field(
         default_factory=weakref.WeakSet, init=False

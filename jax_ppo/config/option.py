@@ -40,8 +40,7 @@ class OptionRule:
     message: str = ""
     at_default: bool = False  # whether the default is an error, too
     commands: tuple[str, ...] = ()  # the commands it applies to; empty: all that read the option
-    # Where the condition is met, only the first step uses the option; a resumed run ignores it.
-    first_step_only: bool = False
+    first_step_only: bool = False  # where met, only the first step uses it: not a resumed run
 
     @property
     def is_noted(self) -> bool:
@@ -66,14 +65,11 @@ class Facts:
     doc: str = ""
     unit: str = ""  # the unit of a number, such as "tokens"
     choices: tuple[str, ...] | None = None
-    # Besides the choices, `module:function` or `file.py:function` is permitted.
-    is_plugin: bool = False
+    is_plugin: bool = False  # `module:function` or `file.py:function` is permitted, too
     # Other names of some choices; the value is replaced by the choice.
     aliases: dict[str, str] = dataclasses.field(default_factory=dict)
-    # The text holds items separated by commas; a list of them is accepted too.
-    is_list: bool = False
-    # The text is a JSON list, or a single item; a list of items is accepted too.
-    is_json: bool = False
+    is_list: bool = False  # items separated by commas; a list of them is accepted too
+    is_json: bool = False  # JSON list or a single item; a list of items is accepted too
     # Turns a text into its value; raises `ValueError` for one that has none.
     parse: Callable[[Any], object] | None = None
     at_least: Bound | None = None  # inclusive lower bound

@@ -14,8 +14,7 @@ from jax_ppo.registries import REGISTRIES
 # Columns of a line in the terminal, and what precedes a meaning.
 WIDTH = 100
 INDENT = " " * 6
-# The bounds of `Facts`.
-SIGNS = {"at_least": ">=", "above": ">", "at_most": "<=", "below": "<"}
+SIGNS = {"at_least": ">=", "above": ">", "at_most": "<=", "below": "<"}  # the bounds of `Facts`
 HEADER = """\
 # Options
 

@@ -500,7 +500,7 @@ class Config:
 
     @property
     def updates_once(self) -> bool:
-        """Return whether a rollout's one update still finds the policy of its forward passes."""
+        """Return whether a rollout has one optimizer step, of the forward passes' policy."""
         one_epoch = self.actor.ppo_epochs == 1
         return one_epoch and self.actor.ppo_mini_batch_size == self.data.train_batch_size
 

@@ -23,15 +23,12 @@ VERL_PREFIX = "actor_rollout_ref."
 PEERS = Path(__file__).with_name("peers")
 
 AnswersByName = dict[str, str]
-# The similarity, 0..1, below which nothing is suggested.
-_CUTOFF = 0.75
-# The similarity of last parts below which an option of the same section is not suggested.
-_PART_CUTOFF = 0.55
+_CUTOFF = 0.75  # similarity, 0..1, below which nothing is suggested
+_PART_CUTOFF = 0.55  # that of last parts, for options of the same section
 # How many options of a section, and how many of which the name is a part, are listed at most.
 _MAX_LISTED = 12
 _MAX_PARTS = 3
-# The weight of an equal last part relative to the similarity of the whole name.
-_SAME_LAST_PART = 0.1
+_SAME_LAST_PART = 0.1  # weight of an equal last part relative to the similarity of the whole name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +36,7 @@ class Program:
     """A program of another framework, and what runs the same task here."""
 
     names: str  # pattern of the names of its script or module, without folders and `.py`
-    # The configuration that a translated command starts from; empty: there is no such task.
-    base: str = ""
+    base: str = ""  # configuration that a translated command starts from, if there is one
     command: str = "train"  # train, sft or reward_model
     # Answers to options that mean something else than in the framework's other programs.
     options: AnswersByName = dataclasses.field(default_factory=dict)
@@ -77,8 +73,7 @@ class Framework:
 
     title: str  # its name in messages
     options: AnswersByName
-    # Its programs, the most usual one first; none: its commands are not translated.
-    programs: tuple[Program, ...]
+    programs: tuple[Program, ...]  # the most usual one first; none: its commands are not translated
     data: tuple[DataOptions, ...]  # the options that name data
 
 

@@ -27,8 +27,7 @@ from jax_ppo.thoughts import find_opened
 ChatTemplate = bool | dict[str, Any]
 Tools = Sequence[dict[str, Any]]
 
-# Of a text that will be cut off, no more is encoded; few tokens have as many characters.
-CHARACTERS_PER_TOKEN = 256
+CHARACTERS_PER_TOKEN = 256  # few tokens have more: of a text to be cut off, no more is encoded
 _LONGEST_MARK = 64  # tokens of the mark of a thought, which may be single characters
 # Contents of messages that are rendered to find what a template writes around them.
 _QUESTION, _RESPONSE = "a-question", "a-response"

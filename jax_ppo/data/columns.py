@@ -60,11 +60,9 @@ class Columns:
     """Names of columns that options set; "" leaves the choice to `MEANINGS`."""
 
     prompt: str = ""  # column of the prompt
-    # Column of the response to imitate, or its entry in extra_info of verl's form.
-    response: str = ""
+    response: str = ""  # the response to imitate, or its entry in extra_info of verl's form
     ground_truth: str = ""  # column of the reference answer
-    # Whether responses are trained on, so that they must be unambiguous.
-    reads_responses: bool = True
+    reads_responses: bool = True  # they are trained on, so that they must be unambiguous
 
 
 def ignored_columns(names: Iterable[str], columns: Columns) -> list[str]:

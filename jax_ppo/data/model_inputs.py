@@ -108,7 +108,7 @@ class RewardInputEncoder:
 
 
 def _drop_characters(prompt: Prompt, drop: int) -> Prompt:
-    """Drop characters of the contents; messages stay: chat templates rely on their number."""
+    """Drop the first characters of the contents, but no message: templates count on them."""
     if isinstance(prompt, str):
         return prompt[drop:]
     shortened = []

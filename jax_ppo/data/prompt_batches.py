@@ -15,11 +15,9 @@ class PromptBatch:
     """A batch of prompts."""
 
     examples: tuple[Example, ...]  # B examples
-    # NumPy arrays: tokens int32 [B, P] with P from `bucket_width`, lengths int32 [B].
-    prompts: Prompts
+    prompts: Prompts  # NumPy arrays: tokens int32 [B, P], P from `bucket_width`, lengths int32 [B]
     indices: np.ndarray  # int64 [B], rows of the data set
-    # Number of real rows. Later rows repeat others to fill the batch; ignore them in averages.
-    count: int
+    count: int  # real rows; later ones repeat others to fill the batch: ignore them in averages
 
 
 class PromptBatches:

@@ -41,11 +41,8 @@ class ResponseRow:
     turn_starts: np.ndarray  # bool [length], True on the first of them in each turn
     truncated: bool  # whether the response was cut off
     reward: float | None  # the reward of the whole response in the file; `None` if it is not read
-    # float32 [length], rewards within the response; `None` without any.
-    turn_rewards: np.ndarray | None
-    # float32 [length], log-probs under the policy that drew the tokens; `None` if they are not
-    # known.
-    logprobs: np.ndarray | None = None
+    turn_rewards: np.ndarray | None  # float32 [length], within the response; `None` without any
+    logprobs: np.ndarray | None = None  # float32 [length], of the policy that drew them, if known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,15 +135,13 @@ class ResponseReader:
     """Conversion of rows to tokens."""
 
     tokenizer: Tokenizer
-    # Returns the example of a row of texts, given the row and its location.
-    parse: Callable[[dict[str, Any], str], Example]
+    parse: Callable[[dict[str, Any], str], Example]  # example of a row of texts and its location
     chat_template: ChatTemplate  # as `encode_prompt` takes it
     vocab_size: int  # number of the model's tokens
     max_prompt_length: int  # tokens of the longest prompt
     max_response_length: int  # tokens of the longest response, with its end
     reward_key: str  # column of the reward of the whole response; "" reads none
-    # Returns why no rule can score an example; "" if one can.
-    find_obstacle: Callable[[Example], str]
+    find_obstacle: Callable[[Example], str]  # why no rule can score an example; "" if one can
 
     def read(self, path: Path, option: str) -> Iterator[ResponseRow | RefusedRow]:
         """Yield each row of `find_response_files`, in order; raise `UserError` for a bad file."""

@@ -39,8 +39,7 @@ _FIELD_SOURCES = {
 class ResponseDataset:
     """Examples with the token ids of their prompts and responses."""
 
-    # The prompts. `PromptBatches` of them select rows of the whole data set.
-    prompts: PromptDataset
+    prompts: PromptDataset  # `PromptBatches` of them select rows of the whole data set
     # For each field (one for demonstrations, two for preferences), int32 [length] per example; each
     # ends in an EOS, or as the chat template ends a turn, and has length 1..max_response_length.
     responses: tuple[Sequence[np.ndarray], ...]

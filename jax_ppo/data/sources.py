@@ -54,8 +54,7 @@ FORMS = (
     "`calculations:COUNT[:heldout]`, `stories:COUNT[:heldout]`, `hf:OWNER/NAME[@REVISION]/FILE`, "
     "`hf:OWNER/NAME[/FOLDER][:SPLIT]` or `tfds:NAME/SPLIT`"
 )
-# More examples would fill the memory of the host.
-MAX_GENERATED_DIGITS = 7
+MAX_GENERATED_DIGITS = 7  # more examples would fill the memory of the host
 
 
 log = logging.getLogger(__name__)

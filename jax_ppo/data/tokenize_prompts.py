@@ -44,9 +44,7 @@ class PromptDataset:
     tokens: Sequence[np.ndarray]  # int32 [length] per example, length 1..max_prompt_length
     max_prompt_length: int  # tokens; no batch is wider
     name: str = "config.data.train_files"  # the option that names the data, for messages
-    # The number of the first example in the list that environments get; `None` without an
-    # environment.
-    first_row: int | None = None
+    first_row: int | None = None  # of the first example in the list that environments get, if any
 
     def __len__(self) -> int:
         return len(self.examples)

@@ -44,8 +44,7 @@ _DOWNLOADED_FILES = (
     "*.tiktoken",
 )
 
-# Of transformers, whose import takes seconds.
-Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
+Tokenizer: TypeAlias = "PreTrainedTokenizerBase"  # of transformers, whose import takes seconds
 
 
 def load_tokenizer(

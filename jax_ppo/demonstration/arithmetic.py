@@ -43,8 +43,7 @@ class Problem:
     """One word problem."""
 
     numbers: tuple[int, int, int]  # the three operands in order of appearance, each 1 to 9
-    # "+-" or "-+", the operators between the first and second, and the second and third operand.
-    signs: str
+    signs: str  # "+-" or "-+", the operators between the three operands
     question: str  # the problem in words
 
     @property

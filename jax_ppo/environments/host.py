@@ -30,8 +30,7 @@ from jax_ppo.types import NOTHING, Example
 log = logging.getLogger(__name__)
 
 THREADS = 16  # dialogues that are stepped concurrently
-# If as many turns of a batch time out before any is answered, no further turns are tried.
-MAX_UNANSWERED_TURNS = 4 * THREADS
+MAX_UNANSWERED_TURNS = 4 * THREADS  # time-outs of a batch, before any answer, that end it
 
 
 class WrongAnswer(Exception):

@@ -103,7 +103,7 @@ def _try(setting: str, call: Callable[..., Any], *arguments: Any) -> Any:
 def describe_tools(
     environment_class: Callable[..., Any] | None, examples: list[Example]
 ) -> list[Example]:
-    """Return examples that describe any tools; raise `UserError` if tools lack a chat."""
+    """Describe tools, if any, in the examples; raise `UserError` for a prompt that is no chat."""
     if isinstance(environment_class, ToolEnvironment):
         return environment_class.describe(examples)
     return examples

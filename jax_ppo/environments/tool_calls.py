@@ -48,10 +48,8 @@ Turn = tuple[str | tuple[str, ...], float, bool, dict[str, float]]
 class Tool:
     """A tool."""
 
-    # {"type": "function", "function": {"name", "description", "parameters"}}.
-    schema: dict[str, Any]
-    # Called with the arguments by name; what it returns is text, or becomes JSON.
-    function: Callable[..., Any]
+    schema: dict[str, Any]  # {"type": "function", "function": {name, description, parameters}}
+    function: Callable[..., Any]  # called with arguments by name; returns text, or becomes JSON
 
     @property
     def name(self) -> str:

@@ -167,7 +167,7 @@ def _find_program_word(framework: str, words: list[str]) -> tuple[int, tuple[Pro
 
 
 def _find_program(programs: tuple[Program, ...], word: str) -> tuple[Program, bool] | None:
-    """Return the program in a script's or module's name, and whether it is the whole name."""
+    """Return the program that a script's name is, or has as a part; and whether it is the name."""
     name = re.split(r"[./]", word.removesuffix(".py").removesuffix(".sh"))[-1].replace("-", "_")
     for program in programs:
         if re.fullmatch(program.names, name):

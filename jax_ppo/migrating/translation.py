@@ -48,8 +48,7 @@ _ACTORS = re.compile(
 )
 # What a base configuration adds to a command that does not name it.
 _NAMED = ("model.path", "reward.model_path", "data.train_files", "trainer.total_training_steps")
-# A number of prompts, samples or processes.
-_COUNT = re.compile(r"[1-9][0-9]{,11}")
+_COUNT = re.compile(r"[1-9][0-9]{,11}")  # a number of prompts, samples or processes
 # Values that have another name here.
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _SCHEDULES = {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant"}
@@ -85,8 +84,7 @@ class Translation:
 
     program: Program  # what the command starts in its framework, and what runs the same here
     options: dict[str, str]  # values by name, without `config.`, of the options in the command
-    # Likewise the framework's defaults that differ from the base configuration.
-    defaults: dict[str, str]
+    defaults: dict[str, str]  # the framework's, where they differ from the base configuration
     notes: list[str]  # one line for each option without a counterpart or in need of a review
     remarks: list[str]  # lines about what the command does not set
 

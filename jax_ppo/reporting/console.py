@@ -34,8 +34,7 @@ class Column:
     format: str  # format specification of the number, such as ".3f"
     label: str = ""  # text before the number, including its separating space
     unit: str = ""  # text after the number, including its separating space
-    # Leave the column out when the metric is missing or NaN, instead of showing a dash.
-    optional: bool = False
+    optional: bool = False  # without the metric, or with NaN, left out instead of a dash
 
 
 def print_on_main(text: str) -> None:

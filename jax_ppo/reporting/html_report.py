@@ -55,7 +55,7 @@ class RunSamples:
             self.add(kind, step, records)
 
     def add(self, kind: str, step: int, records: Sequence[dict[str, Any]]) -> None:
-        """Show records of "training", with distributions of scores, lengths, or "evaluation"."""
+        """Show records of "training" or "evaluation"; of the former, also distributions."""
         if not records:
             return
         shown_records = list(records[:SHOWN_SAMPLES])

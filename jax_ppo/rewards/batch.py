@@ -38,20 +38,14 @@ class ScoredBatch:
     """Scores of n responses."""
 
     scores: np.ndarray  # float32 [n], finite
-    # float32 [n], 1 or 0, and NaN if the rule does not define correctness or failed.
-    correct: np.ndarray
+    correct: np.ndarray  # float32 [n], 1 or 0, NaN if the rule does not define it or failed
     # bool [n], True if a response could not be scored: its rule raised an error, returned a score
     # that is not finite, or its worker hung or died. It has the fallback score.
     failed: np.ndarray
-    # Other numbers that the rule reported, by name: float32 [n], NaN if a response has no such
-    # number.
-    extra: dict[str, np.ndarray]
-    # Rewards within each response, as in RewardResult.
-    step_rewards: list[tuple[tuple[int, float], ...]]
-    # The answers that the rule read, as in RewardResult, cut to LONGEST_ANSWER characters.
-    answers: list[str | None]
-    # The first response that could not be scored and why; "" if there is none.
-    first_failure: str = ""
+    extra: dict[str, np.ndarray]  # the rule's other numbers by name, float32 [n], NaN without one
+    step_rewards: list[tuple[tuple[int, float], ...]]  # within each response, as in RewardResult
+    answers: list[str | None]  # that the rule read, cut to LONGEST_ANSWER characters
+    first_failure: str = ""  # first response that could not be scored and why; "" if there is none
 
     @property
     def failures(self) -> int:

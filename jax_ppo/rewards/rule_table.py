@@ -21,25 +21,21 @@ class Rule:
 
     # Takes a response, a right answer to its row, and by name what `parse_argument` returns.
     score: Callable[..., RewardResult]
-    # The values of `data_source` that select the rule; `aime*` stands for all that begin with aime.
-    sources: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()  # `data_source`s that select it; `aime*`: all with this beginning
     # Reads the argument in a term's brackets, "" without one; raises `ValueError` if it is invalid.
     parse_argument: Callable[[str], dict[str, Any]] | None = None
     # Returns what is wrong with a ground truth, "" if nothing is.
     obstacle: Callable[[Any], str] = lambda ground_truth: ""
     # Returns a response that is right for a ground truth; `None` if none can be made.
     perfect: Callable[[Any], str] | None = None
-    # Forms of answers that it reads, besides `<answer>` tags; empty if any form is read.
-    markers: tuple[str, ...] = ()
-    # Whether it reads the response behind the mark of a thought that the prompt has opened.
-    reads_thought: bool = True
-    # Whether its time is unbounded, so that it runs only in worker processes.
-    is_isolated: bool = False
+    markers: tuple[str, ...] = ()  # forms of answers that it reads, besides `<answer>`; empty: any
+    reads_thought: bool = True  # also what is behind the mark of a thought that the prompt opened
+    is_isolated: bool = False  # its time is unbounded, so that it runs only in worker processes
     module: str = ""  # a module that it imports; "" without one
     extra: str = ""  # the extra of jax_ppo that installs it
 
     def bind(self, argument: str) -> RewardFunction:
-        """Return the reward function (the best of right answers); `ValueError` for a bad one."""
+        """Return the reward function for an argument; raise `ValueError` if that is invalid."""
         if argument and self.parse_argument is None:
             raise ValueError("takes no argument")
         options = self.parse_argument(argument) if self.parse_argument else {}
@@ -56,7 +52,7 @@ class Rule:
         return score
 
     def find_obstacle(self, ground_truth: Any) -> str:
-        """Return why no response can be right, "" if a perfect one to some entry scores so."""
+        """Return why no response to a row can be right; "" if a perfect one scores as right."""
         if ground_truth == []:
             return "is empty"
         for truth in _alternatives(ground_truth):

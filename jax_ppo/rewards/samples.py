@@ -45,20 +45,16 @@ class RewardResult:
     """The reward of one response."""
 
     score: float  # the reward, finite
-    # Whether the answer is right; None if the rule does not define correctness.
-    correct: bool | None = None
-    # Other numbers to report, by name.
-    extra: dict[str, float] = dataclasses.field(default_factory=dict)
+    correct: bool | None = None  # `None` if the rule does not define correctness
+    extra: dict[str, float] = dataclasses.field(default_factory=dict)  # other numbers, by name
     # Rewards within the response: (characters of its text up to the end of a step, reward of the
     # step).
     step_rewards: tuple[tuple[int, float], ...] = ()
     # The answer that the rule extracted from the response, in a form in which equal answers are
     # equal texts; `None` if there is none, or if the rule extracts no answers.
     answer: str | None = None
-    # Names of what else a user-defined function returned, which cannot be reported.
-    ignored: tuple[str, ...] = ()
-    # Whether a user-defined function returned None, as TRL's do where they do not apply.
-    is_missing: bool = False
+    ignored: tuple[str, ...] = ()  # what else a user-defined function returned: not reported
+    is_missing: bool = False  # a user-defined function returned None: it does not apply
 
 
 class ScoringFailure(NamedTuple):

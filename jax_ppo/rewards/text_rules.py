@@ -46,7 +46,7 @@ _WORD = re.compile(r"[a-z]+")
 
 
 def read_final_part(response: str) -> tuple[str, bool]:
-    """Return the last `<answer>` after the thinking, or all text there; and if tags mark it."""
+    """Return the last `<answer>` or all text after the thinking, and whether tags mark it."""
     text = after_thinking(response)
     before, closed, _ = text.rpartition("</answer>")
     _, opened, answer = before.rpartition("<answer>")
@@ -198,6 +198,6 @@ def score_length(solution: str, least: int, most: int) -> RewardResult:
 
 
 def score_story(solution: str) -> RewardResult:
-    """Return the distinct JOYFUL_WORDS, a number also in `extra`, over JOYFUL_ENOUGH, at most 1."""
+    """Return the number of distinct JOYFUL_WORDS, over JOYFUL_ENOUGH and at most 1."""
     words = len(JOYFUL_WORDS.intersection(_WORD.findall(solution.lower())))
     return RewardResult(score=min(1.0, words / JOYFUL_ENOUGH), extra={"joyful_words": float(words)})

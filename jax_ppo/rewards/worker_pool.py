@@ -31,11 +31,9 @@ from jax_ppo.rewards.samples import (
     score_sample,
 )
 
-# Attempts to score a sample whose pool broke before a worker took it.
-_MAX_ATTEMPTS = 3
+_MAX_ATTEMPTS = 3  # to score a sample whose pool broke before a worker took it
 _LONGEST_STOP = 10.0  # seconds to wait for the threads of a pool whose workers are killed
-# Seconds until a new worker has imported the function and takes a task.
-_LONGEST_START = 300.0
+_LONGEST_START = 300.0  # seconds until a new worker has imported the function and takes a task
 # Stands for exit code 0 of a worker, which Pebble would take for the end that it asked for.
 _ENDED_WITH_ZERO = 256
 

@@ -31,19 +31,13 @@ Respond = Callable[[PromptBatch, int], tuple[Rollout, np.ndarray, np.ndarray, li
 class Evaluation:
     """Averages over all held-out prompts and their responses."""
 
-    # Share of correct answers, 0..1; `None` if the rules do not define correctness.
-    accuracy: float | None
+    accuracy: float | None  # share of correct answers, 0..1; `None` if the rules do not define it
     reward_mean: float  # the mean reward, of rules and reward model
     length_mean: float  # tokens per response
-    # Further statistics by name: see `evaluation_statistics.describe_prompts`; and the
-    # environment's metrics.
-    figures: dict[str, float]
-    # All responses, those to a prompt one after the other: see `sample_reports`.
-    records: list[dict[str, Any]]
+    figures: dict[str, float]  # of `evaluation_statistics.describe_prompts` and the environment
+    records: list[dict[str, Any]]  # all responses, those to a prompt adjacent: see `sample_reports`
     responses_per_prompt: int
-    # Responses that the rule failed on: they have the fallback score, and the accuracy does not
-    # count them.
-    failures: int = 0
+    failures: int = 0  # responses that the rule failed on: not in the accuracy
     scored: int = 0  # responses that were scored
     first_failure: str = ""  # the first response of this process that the rule failed on and why
 

@@ -40,8 +40,7 @@ Quality = dict[str, float | None]
 class Training(Protocol[JournalT]):
     """One kind of training, as the life cycle drives it; its state is a pytree on the mesh."""
 
-    # The command's name. Options that this command does not read may change on resume.
-    command: str
+    command: str  # options that it does not read may change on resume
     mesh: Mesh
     total_steps: int  # number of steps of the whole run
     position: int  # training examples consumed by the steps so far
@@ -68,7 +67,7 @@ class Training(Protocol[JournalT]):
         """Move the data to the first batch."""
 
     def take_step(self, state: Any, step: int, journal: JournalT) -> Any:
-        """Take a step, numbered from 0; queue its report, write the last one, return the state."""
+        """Take a step, numbered from 0; queue its report, and return the new state."""
 
     def evaluate(
         self,
@@ -207,7 +206,7 @@ class StepLoop:
         return state
 
     def _evaluate_if_due(self, state: Any) -> Quality | None:
-        """Evaluate a step if due; `None` if not, or interrupted. One that fails is saved first."""
+        """Evaluate if due; `None` if not, or interrupted. If it fails, the step is saved first."""
         step = self.completed_steps
         due = is_due(step, self.training.total_steps, self.options.test_freq)
         if not (self.training.can_evaluate and due):

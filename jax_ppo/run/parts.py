@@ -26,8 +26,7 @@ class PPORun(StepParts):
     folders: Folders  # each role's checkpoint
     tokenizer: Any  # the actor's
     held_out: PromptDataset | None  # the prompts of evaluations; `None` without validation files
-    # How the engine samples in evaluations (`rollout.val_kwargs`).
-    held_out_sampling: SamplingOptions
+    held_out_sampling: SamplingOptions  # of evaluations (`rollout.val_kwargs`)
 
     def batches(self, position: int) -> PromptBatches:
         """Return the training batches that follow a position, in examples consumed."""

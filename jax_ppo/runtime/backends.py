@@ -25,8 +25,7 @@ _SETTINGS = {
     "jax_default_prng_impl": ("threefry2x32",),
     "jax_random_seed_offset": (0,),
 }
-# The value that has been tried already, for the processes that this one starts.
-TRIED = "JAX_PPO_TRIED_XLA_FLAGS"
+TRIED = "JAX_PPO_TRIED_XLA_FLAGS"  # the value tried already, for the processes that this one starts
 
 
 def start_backends() -> None:

@@ -34,8 +34,7 @@ SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID",
 _STOP_REQUESTS = "jax_ppo/stop/requests"
 _STOP_DECISIONS = "jax_ppo/stop/decisions"
 _stop_questions = itertools.count()
-# Hosts may start minutes apart. JAX's own limit is as long, but aborts with a stack trace.
-_START_SECONDS = 300
+_START_SECONDS = 300  # as JAX's own limit, which aborts with a stack trace
 EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 

@@ -25,16 +25,13 @@ from typing import NoReturn
 
 from jax_ppo.runtime import compat
 
-# Another process was lost: restarting the same command may succeed.
-LOST_EXIT_CODE = os.EX_TEMPFAIL
+LOST_EXIT_CODE = os.EX_TEMPFAIL  # another process was lost: a restart may succeed
 _SIGNAL_EXIT_CODES = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 _FAILURE = "jax_ppo/failure"  # in the store of JAX's coordination service
 FOREVER_MS = 7 * 24 * 3600 * 1000
 _LAST_BARRIER_MS = 3600 * 1000  # one process may still upload what another has ready
-# How long a process whose collective failed waits for the reason of another process.
-_REASON_SECONDS = 5
-# How long process 0, which has the service, stays after a failure, until the others have read it.
-_TELL_SECONDS = 1
+_REASON_SECONDS = 5  # how long a failed collective waits for another process's reason
+_TELL_SECONDS = 1  # how long process 0, which has the service, stays for others to read a failure
 _REPORTS_PER_LIMIT = 100
 _stall_limit = 0.0
 _reported_at = 0.0

@@ -15,8 +15,7 @@ from jax_ppo.runtime.compiled_programs import runs_on_shapes
 from jax_ppo.runtime.meshes import row_shards
 from jax_ppo.runtime.sharding import batch_rows, copied_rows, replicated
 
-# The kind of host memory that accelerators copy from and to by themselves.
-PINNED_HOST = "pinned_host"
+PINNED_HOST = "pinned_host"  # host memory that accelerators copy from and to by themselves
 
 
 def place(tree: Any, sharding: NamedSharding) -> Any:

@@ -24,8 +24,7 @@ from typing import Any
 from jax_ppo.runtime import compat, heartbeat
 
 LIMIT_SECONDS = 30.0
-# `timeout` and some launchers send a signal to a process and to its group: that counts as one.
-_SAME_SIGNAL_SECONDS = 0.1
+_SAME_SIGNAL_SECONDS = 0.1  # to a process and to its group, as `timeout` sends it, counts as one
 _POLL_SECONDS = 0.1
 _ACKNOWLEDGEMENT = (
     "the run saves and ends after the current step; a second signal ends it at once, unsaved"
@@ -218,7 +217,7 @@ def record_saved_step(step: int) -> None:
 
 @contextlib.contextmanager
 def limited(work: str) -> Iterator[heartbeat.Activity]:
-    """Mark work that delays the run's end, from then or the signal on, by LIMIT_SECONDS at most."""
+    """Mark work that may delay the end of the run by LIMIT_SECONDS; blocks do not nest."""
     with heartbeat.activity(work) as activity:
         signals = _active
         if signals is None:

@@ -24,16 +24,13 @@ from jax_ppo.storage import local_files, remote
 from jax_ppo.storage.bucket_folder import BucketFolder
 
 LOCK_FILE = "lock"
-# Network file systems show a new file to other hosts after a few seconds.
-VISIBLE_SECONDS = 20.0
+VISIBLE_SECONDS = 20.0  # until network file systems show a new file to other hosts
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 _Report = Callable[[str], None]
-# The work directories in buckets that this process has open, by their local folders.
-_open_buckets: dict[Path, BucketFolder] = {}
-# How the runs before ended that left their lock, by the folder.
-_lost_runs: dict[Path, str] = {}
+_open_buckets: dict[Path, BucketFolder] = {}  # this process's in buckets, by their local folders
+_lost_runs: dict[Path, str] = {}  # how the runs before ended that left their lock, by the folder
 
 
 def validated(workdir: str | Path) -> str | Path:
@@ -228,8 +225,7 @@ def _write_line(file: IO[str], text: str) -> None:
         file.flush()
 
 
-# Open files that a forked child closes at once.
-_held_files: set[IO[str]] = set()
+_held_files: set[IO[str]] = set()  # open files that a forked child closes at once
 
 
 def _close_held_files() -> None:

@@ -17,16 +17,14 @@ from jax_ppo.runtime.meshes import ROWS, WEIGHTS, row_shards, weight_shards
 from jax_ppo.runtime.parallelism.rows import on_each_device, remaining_row_axes
 from jax_ppo.runtime.sharding import constrain_rows
 
-# The length of a TPU's vectors, along which the last axis of an array lies.
-TPU_LANES = 128
+TPU_LANES = 128  # the length of a TPU's vectors, along which the last axis of an array lies
 
 
 @dataclasses.dataclass(frozen=True)
 class VocabularyShards:
     """The devices that split the vocabulary, seen from one of them, inside `jax.shard_map`."""
 
-    # The mesh axis that splits the vocabulary into equal parts; `None`: nothing is split.
-    axis: str | None = None
+    axis: str | None = None  # mesh axis that splits the vocabulary into equal parts, if one does
 
     def start(self, width: int) -> jax.Array | int:
         """Return the id of the first of this device's `width` tokens."""
