@@ -1,9 +1,8 @@
 """Tables of the estimators, losses, aggregations, schedules and engines that options select.
 
-To add one, write its function and its entry below; choices, documentation, validation, translation
-and the memory plan use the entries. This module is loaded before jax, so functions are imported at
-their first use. For a user's `module:function`, `Registry.lookup` returns an entry without
-requirements.
+To add one, write its function and its entry below; all else uses the entries. This module is loaded
+before jax, so functions are imported at their first use. For a user's `module:function`,
+`Registry.lookup` returns an entry without requirements.
 """
 
 import dataclasses
@@ -182,9 +181,8 @@ class KLController(Entry):
 class RolloutEngineEntry(Entry):
     """A class that generates responses, as sampler/engine.py describes.
 
-    A user's class is called with `mesh`, `actor` and `params`. An external engine samples outside
-    of JAX; it is also called with `options` (the section `rollout`), `folder` (the actor's) and
-    `max_length`.
+    A user's is called with `mesh`, `actor` and `params`; an external one, which samples outside of
+    JAX, also with `options` (the section `rollout`), `folder` (the actor's) and `max_length`.
     """
 
     # It gets the weights as files, and rounds differently from the trainer.

@@ -146,10 +146,9 @@ def hidden_and_weight_grad(
     logits_grad: Callable[[jax.Array, jax.Array], jax.Array],
     options: LogitOptions,
 ) -> tuple[Float[Array, " G N D"], Float[Array, " V D"]]:
-    """Return the gradients with respect to hidden states and output embedding, chunk by chunk.
+    """Return the gradients of hidden states and output embedding, chunk by chunk.
 
-    `logits_grad` maps the index of a chunk and its soft-capped logits [G, C, V] to the gradient
-    with respect to these logits.
+    `logits_grad` maps a chunk's index and soft-capped logits [G, C, V] to their gradient.
     """
     weight = options.layout.gather(unembedding.astype(hidden.dtype))
 

@@ -214,7 +214,6 @@ def _gathers_wide(step: AbstractStep, role: Role) -> bool:
 
 
 def _head_bytes(step: AbstractStep, role: Role) -> int:
-    """Return the bytes of the output embedding in the type of the computation."""
     itemsize = role.itemsize
     if _gathers_wide(step, role) and role.stored_itemsize > itemsize:
         itemsize += role.stored_itemsize

@@ -27,12 +27,10 @@ def count_program_flops(
 ) -> dict[str, float]:
     """Return the FLOPs that each program of a step needs that runs a model, by its name.
 
-    Recomputed activations do not count, and while sampling a prompt counts once for all of its
-    responses. All of `ppo_epochs` count, even if `actor.target_kl` cut them short. A reward model
-    with its own tokenizer counts as if its inputs were as long as the samples.
-
-    `prompt_lengths` are int [N]; `lengths`, of prompt and response, int [B], those of a prompt
-    adjacent.
+    Recomputed activations do not count; while sampling, a prompt counts once for its responses. All
+    of `ppo_epochs` count, even if `actor.target_kl` cut them short. A reward model with its own
+    tokenizer counts as if its inputs were as long as the samples. `prompt_lengths` are int [N];
+    `lengths`, of prompt and response, int [B], those of a prompt adjacent.
     """
     repeated_lengths = np.repeat(prompt_lengths, len(lengths) // len(prompt_lengths))
     num_logits = int((lengths - repeated_lengths).sum())

@@ -75,8 +75,7 @@ class Architecture:
     # Latent blocks (latent_attention.py).
     latent_size: int = 0  # width of what keys and values of a token are computed from
     query_latent_size: int | None = None  # of queries; `None`: they have no latents
-    # The part of `head_dim` that is rotated, the last numbers of each head; all heads share the
-    # rotated part of a key.
+    # The part of `head_dim` that is rotated, the last numbers; keys share it between heads.
     rope_head_dim: int = 0
     value_head_dim: int = 0
 
@@ -110,8 +109,7 @@ class Architecture:
 
     scaled_embedding: bool = False  # the input embedding is multiplied by sqrt(D)
     embedding_multiplier: float = 1.0  # factor on the input embedding
-    # Width of a further embedding of each token for each layer, which joins the residual stream at
-    # the layer's end; 0: there is none.
+    # Width of each token's further embedding for each layer, added at its end; 0: there is none.
     per_layer_size: int = 0
     layer_scalars: bool = False  # layers multiply their output by a number without a gradient
     residual_multiplier: float = 1.0  # factor on what attention and MLP add to the residual stream
@@ -133,14 +131,12 @@ class Architecture:
     attention_sinks: bool = False  # each head has a learned logit that belongs to no key
     attention_softcap: float | None = None  # c: logits become c tanh(logit / c); `None`: no cap
     logit_softcap: float | None = None  # the same for the final logits
-    # The output of attention is multiplied by the sigmoid of a gate, which q_proj computes beside
-    # the queries of each head.
+    # Attention's output is multiplied by the sigmoid of a gate, which q_proj computes, too.
     output_gate: bool = False
 
     sliding_window: int | None = None  # tokens that one attends to in local layers, itself too
     local_layers: tuple[bool, ...] = ()  # which layers are local, one bool per layer; (): none
-    # Which layers have a Gated DeltaNet or a short convolution (`block`) in place of attention, one
-    # bool per layer; (): none.
+    # Which layers have a Gated DeltaNet or a short convolution (`block`); (): none.
     linear_layers: tuple[bool, ...] = ()
     delta_key_heads: int = 0  # of queries and keys of a Gated DeltaNet; divides the next number
     delta_value_heads: int = 0
@@ -149,8 +145,7 @@ class Architecture:
     delta_window: int = 0  # tokens that either one's convolution covers, the current one included
 
     rope_theta: float = 10_000.0  # base of the rotary frequencies
-    # Sorted (name, value) pairs of Hugging Face's rotary parameters except the base, with lists as
-    # tuples.
+    # Sorted (name, value) pairs of Hugging Face's rotary parameters but the base; lists as tuples.
     rope_scaling: tuple[tuple[str, Any], ...] = (("rope_type", "default"),)
     # Base of local layers, whose frequencies are not scaled; `None`: they rotate like the others.
     local_rope_theta: float | None = None

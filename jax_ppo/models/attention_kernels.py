@@ -60,10 +60,7 @@ def round_row_length(wanted: str, platform: str, length: int, parts: int = 1) ->
 
     Splash attention takes a multiple of 128 tokens, and is faster in blocks of 256 or 512: rows are
     rounded up to one of these if that adds at most `MAX_ROUNDING`. cuDNN takes even lengths, and
-    parts of rows have two blocks.
-
-    `length` counts the tokens of the longest sample, and `parts` the devices that a row is split
-    over, each with as many tokens.
+    parts of rows have two blocks. `parts` devices split a row evenly.
     """
     if parts > 1:
         part = round_row_length(wanted, platform, -(-length // parts))

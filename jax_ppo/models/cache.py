@@ -230,8 +230,7 @@ def _attend_up_to_longest(
 
     # The widths are fixed when compiled; the longest row chooses among them at each step.
     *shorter, whole = read_widths(values_BxKxSxd.shape[2])
-    # A switch on the sum of an empty array makes the compiler of jax 0.11.2 crash on several
-    # devices.
+    # Without, a sum over an empty array makes jax 0.11.2's compiler crash on several devices.
     if not shorter:
         return read(whole, q_bx1xHxd, keys_BxKxdxS, values_BxKxSxd)
     branch = jnp.sum(columns_b.max() >= jnp.array(shorter, jnp.int32))

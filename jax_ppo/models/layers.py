@@ -289,7 +289,6 @@ class Attention(DecoderModule):
         return RMSNorm(a, name=norm)(x) if a.qk_norm and not a.qk_norm_over_heads else x
 
     def _rotation(self, kind: LayerKind, rotations: tuple[rope.Rotation, ...]) -> rope.Rotation:
-        """Return cos and sin for a layer of this kind."""
         a = self.options.architecture
         # The first rotation is that of global layers; local ones may have another base.
         cos, sin = rotations[0]

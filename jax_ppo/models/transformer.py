@@ -97,8 +97,7 @@ REMAT_POLICIES: dict[str, Callable[..., Any]] = {
     "dots": jax.checkpoint_policies.checkpoint_dots,
 }
 
-# Parameters of layers, [L, ...], and `is_local` and `is_rotated` of each, [L], or `None`: the
-# pattern of layers says them.
+# Parameters, [L, ...], and `is_local` and `is_rotated`, [L], or `None`: the pattern says them.
 StackedLayers = tuple[Params, tuple[jax.Array, jax.Array] | None]
 # Positions [B, T], segments [B, T] and what each layer reads of each token, [B, T, L, ...].
 LayerRows = tuple[jax.Array, Segments, LayerInputs]
@@ -525,7 +524,6 @@ def _stacks_of(layers: Params, span: slice, partial_stacks: PartialStacks) -> Pa
 
 
 def _join_dicts(join: Callable[[list[jax.Array]], jax.Array], parts: list[Auxiliary]) -> Auxiliary:
-    """Return the joined entries of the dicts that have any."""
     filled = [part for part in parts if part]
     return {name: join([part[name] for part in filled]) for name in (filled or [{}])[0]}
 

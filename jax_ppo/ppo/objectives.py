@@ -27,8 +27,7 @@ from jax_ppo.training.optimizer import rounding_seed
 from jax_ppo.training.packing import Rows
 from jax_ppo.types import Experience, MiniBatches, Params, Sequences, pytree
 
-# How each metric of the losses is reduced. If actor and critic share a trunk, the actor's objective
-# also returns the critic's metrics.
+# How metrics are reduced. The actor's objective also returns the critic's if they share a trunk.
 METRICS: Mapping[str, Metric] = {
     "actor/loss": Metric.MEAN,
     "actor/pg_loss": Metric.MEAN,
@@ -126,7 +125,7 @@ class RolloutObjective:
     def sample_weights(
         self, batch: MiniBatches, mask_BxT: Bool[Array, "B T"] | None = None
     ) -> Weights:
-        """Return the weights [B] of samples in their mini-batch, by default by their actions."""
+        """Return the weights [B] of the samples in a whole mini-batch (default: its actions)."""
         counts_B = count_learned_tokens(self.experience, batch, mask_BxT)
         divisors = AGGREGATIONS[self.aggregation].function
         return Weights(

@@ -160,8 +160,6 @@ def take_step_on_shapes(
 
 
 class _Unobserved:
-    """A `StepObserver` that follows nothing."""
-
     def phase(self, name: str) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 

@@ -94,10 +94,7 @@ def keep_top_p(
 
 
 def keep_min_p(weights_BxM: jax.Array, p: float) -> jax.Array:
-    """Replace the weights of tokens less than p times as likely as the likeliest by 0.
-
-    Nguyen et al. 2024, "Turning up the heat: min-p sampling", arXiv:2407.01082.
-    """
+    """Replace weights below p times the largest by 0 (Nguyen et al. 2024, arXiv:2407.01082)."""
     return weights_BxM if p <= 0 else jnp.where(weights_BxM >= p, weights_BxM, 0)
 
 
@@ -141,8 +138,7 @@ def draw_tokens(
     # First a block by its total weight, then a token within the block.
     blocks_BxN = weights_BxMxW.sum(-1)
     if not isinstance(first, int):
-        # In their places among all blocks, with room for M more: a slice past the end would be
-        # moved back inside.
+        # In their places among all blocks, with room for M more: slices past the end move back.
         B, M = blocks_BxN.shape
         N = -(-V // size)
         empty = jnp.zeros((B, N + M), blocks_BxN.dtype)

@@ -129,10 +129,9 @@ class SeparateEngine(OtherMeshEngine):
     def decode_ahead(self, decode: Callable[[], T]) -> "concurrent.futures.Future[T]":
         """Call `decode`, which calls this engine, in a thread, and return its future result.
 
-        GPUs and CPUs dispatch a loop by running it, and responses pass through the host: the caller
-        could not dispatch an update meanwhile. `decode` must run programs on this engine's devices
-        only, on what `send` returns: others would follow that update, or start in another order
-        than elsewhere.
+        GPUs and CPUs dispatch a loop by running it: the caller could not dispatch an update
+        meanwhile. `decode` must run programs on this engine's devices only, on what `send` returns:
+        others would follow that update, or start in another order than elsewhere.
         """
         if runs_on_shapes():
             shapes: concurrent.futures.Future[T] = concurrent.futures.Future()

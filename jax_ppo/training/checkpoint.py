@@ -278,7 +278,6 @@ class Checkpointer:
 
 
 def _validate_format(checkpoint: str, meta: dict[str, Any]) -> None:
-    """Raise `UserError` unless the checkpoint has the newest format."""
     found = meta.get("format", 1)  # version 0.1.0 did not write it
     if found != max(FORMATS):
         version = f"version {FORMATS[found]}" if found in FORMATS else "a later version"

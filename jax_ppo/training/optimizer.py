@@ -193,7 +193,7 @@ def store_like(tree: Any, stored: Any, key: jax.Array) -> Any:
 
 
 def gradient_shapes(params: Any, dtype: str) -> Any:
-    """Return shapes and shardings of a gradient sum: of bfloat16 in float32 with "float32"."""
+    """Return shapes and shardings of a sum of gradients; "float32" widens those of bfloat16."""
 
     def shape(x: Any) -> jax.ShapeDtypeStruct:
         # Wider parameters, such as float64 in a comparison, keep their precision.

@@ -15,8 +15,7 @@ from jax_ppo.runtime.compiled_programs import CompiledProgram
 class Stream(enum.IntEnum):
     """Second coordinate of a random key, after the seed.
 
-    A number is never given to another use: a run would draw the same numbers twice. 2 is no longer
-    in use.
+    A number is never given to another use, which would draw the same numbers; 2 is retired.
     """
 
     TRAINING = 0

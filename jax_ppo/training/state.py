@@ -278,7 +278,6 @@ def _in_host_memory(shapes: Any, mesh: Mesh) -> Any:
 
 
 def _role_shapes(role: RunRole, nets: Networks) -> Params:
-    """Return the shapes of a role's parameters, or of its adapters."""
     net = role.entry.model(nets)
     head = "scalar" if role.head == "reward" else role.head
     # No array, which the mesh of a machine that is only compiled for could not hold.

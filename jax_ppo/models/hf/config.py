@@ -220,7 +220,6 @@ def _read_shared_layers(reader: ConfigReader, local_layers: tuple[bool, ...]) ->
 
 
 def _read_family_fields(reader: ConfigReader, family: Family) -> dict[str, Any]:
-    """Return the fields of `Architecture` that only some families set."""
     values = dict(family.fixed)
     for name, field in family.fields.items():
         read = reader.optional_integer if field in INTEGER_FIELDS else reader.optional_number
@@ -256,7 +255,6 @@ def _read_intermediate_size(reader: ConfigReader, family: Family, hidden_size: i
 def _read_mlp(
     reader: ConfigReader, family: Family, hidden_size: int, num_layers: int
 ) -> dict[str, Any]:
-    """Return the fields of `Architecture` that describe the MLP and its experts."""
     width = _read_intermediate_size(reader, family, hidden_size)
     if not family.expert_fields:
         return {"intermediate_size": width}
@@ -286,7 +284,6 @@ def _read_mlp(
 
 
 def _read_dense_layers(reader: ConfigReader, family: Family, num_layers: int) -> tuple[bool, ...]:
-    """Return which layers have an MLP in place of experts."""
     if name := family.first_dense_field:
         first = reader.integer(name, minimum=0)
         if first >= num_layers:
@@ -366,7 +363,6 @@ def _read_activation(reader: ConfigReader, family: Family) -> str:
 def _read_windows(
     reader: ConfigReader, family: Family, num_layers: int
 ) -> tuple[int | None, tuple[bool, ...]]:
-    """Return `sliding_window` and `local_layers` of `Architecture`."""
     rule = family.sliding_windows
     if family.linear_word:
         return None, ()
@@ -420,7 +416,6 @@ def _read_layer_types(reader: ConfigReader, num_layers: int, word: str) -> tuple
 
 
 def _read_linear_layers(reader: ConfigReader, family: Family, num_layers: int) -> tuple[bool, ...]:
-    """Return which layers have a Gated DeltaNet or a short convolution."""
     if not family.linear_word:
         return ()
     if family.linear_period:

@@ -154,8 +154,7 @@ def _write_windows(a: Architecture, family: Family) -> Config:
         config["block_auto_adjust_ff_dim"] = False
     rule = family.sliding_windows
     if rule in ("pattern", "listed"):
-        # transformers cannot make the masks of these families without a window, even if no layer
-        # uses it.
+        # transformers cannot make these families' masks without a window, even if no layer uses it.
         config["sliding_window"] = a.sliding_window or family.defaults["sliding_window"]
     elif rule not in ("none", "refused"):
         config["sliding_window"] = a.sliding_window

@@ -158,7 +158,6 @@ def _read_activation(reader: ConfigReader, name: str) -> str:
 
 
 def _refuse_unsupported(reader: ConfigReader, hidden_size: int, num_heads: int) -> None:
-    """Raise `UserError` for a model that the encoder would compute differently."""
     if not reader.boolean("relative_attention"):
         raise reader.unsupported("relative_attention", False, "True is")
     supported_sizes = {

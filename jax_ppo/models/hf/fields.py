@@ -315,7 +315,6 @@ def _without_notes(values: Config) -> Config:
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a value is an integer or a float that is neither infinite nor NaN."""
     if type(value) is int:
         return abs(value) <= MAX_SIZE
     return type(value) is float and math.isfinite(value)

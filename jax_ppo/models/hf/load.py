@@ -316,7 +316,6 @@ def _validate_checkpoint(
     head: str,
     architecture: Architecture | DebertaArchitecture,
 ) -> None:
-    """Raise `UserError` unless the checkpoint has exactly this model's tensors."""
     validate_tensors(checkpoint, rows)
     names = checkpoint.names()
     # Without its head, a tied model's weights would make a language model.

@@ -136,8 +136,6 @@ def module_names(architecture: Architecture, projections: Sequence[str]) -> list
 
 
 class _DecoderTable:
-    """Collects the rows of a decoder's table."""
-
     def __init__(self, architecture: Architecture) -> None:
         self.a = architecture
         self.family = FAMILIES[architecture.family]

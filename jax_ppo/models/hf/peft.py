@@ -99,7 +99,6 @@ def read_adapter_config(folder: str | Path, architecture: Architecture) -> tuple
 def _refuse_unsupported(
     reader: ConfigReader, config: dict[str, Any], architecture: Architecture
 ) -> None:
-    """Raise `UserError` for adapters that would be computed differently."""
     for name, neutral in _NEUTRAL_VALUES.items():
         if name == "fan_in_fan_out" and FAMILIES[architecture.family].input_first:
             neutral = (True, *neutral)  # it describes the base's kernels

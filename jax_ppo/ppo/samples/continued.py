@@ -1,14 +1,13 @@
 """Sample a step from a pool of prompts whose responses continue from step to step.
 
 With `rollout.max_staleness` above 1, a pool holds twice the prompts of a step. A step decodes all
-its responses, a few tokens at a time, until those to enough prompts are complete; these prompts
-leave, the others continue in the next step under its weights, and new prompts enter. Long responses
-no longer hold up a step (partial rollouts: Kimi k1.5, arXiv 2501.12599, section 2.6.2; AReaL, Fu et
-al. 2025, arXiv 2505.24298).
+responses, a few tokens at a time, until those to enough prompts are complete; these leave, the
+others continue in the next step under its weights, and new prompts enter. Long responses no longer
+hold up a step (partial rollouts: Kimi k1.5, arXiv 2501.12599, section 2.6.2; AReaL, Fu et al. 2025,
+arXiv 2505.24298).
 
 A prompt that entered S = `max_staleness` steps ago must leave, so no token is older than S updates.
-The oldest leave first and at most one batch enters per step, so these prompts fit into a step, and
-no response is ever dropped.
+The oldest leave first and at most one batch enters per step: they fit, and none is dropped.
 """
 
 from typing import Any, NamedTuple

@@ -1,7 +1,4 @@
-"""Sample the next step's responses before the update of this one (`rollout.max_staleness=1`).
-
-They are sampled while the host applies rewards, or on devices that only decode.
-"""
+"""Sample the next step's responses before the update of this one (`rollout.max_staleness=1`)."""
 
 from typing import Any
 

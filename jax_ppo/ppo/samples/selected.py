@@ -193,7 +193,6 @@ def _take_rows(
 def _as_batch(
     parts: StepParts, selected: Selected, draws: list[RuleRewards], position: int
 ) -> SampledBatch:
-    """Return the selected samples as a batch with its rewards."""
     arrays = dict(selected.arrays)
     batch = make_batch(parts.training, selected.prompts, len(selected.prompts))
     responses = parts.config.responses_per_prompt

@@ -220,7 +220,6 @@ class RolloutServer:
 
 
 def _require_vllm(python: str) -> None:
-    """Raise `UserError` unless the interpreter has vLLM."""
     program = (  # a folder named vllm would be found as a package; it has no modules
         "import importlib.util as i, sys; "
         "sys.exit(not i.find_spec('vllm') or i.find_spec('vllm.entrypoints') is None)"

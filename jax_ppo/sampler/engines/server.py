@@ -237,7 +237,6 @@ class ServerEngine(ExternalEngine):
         self._server.revive()
 
     def _start_vllm(self) -> None:
-        """Start vLLM with the weights in `weights`."""
         # The policy's log-probs: vLLM reports them before temperature and filters, or after both.
         mode = "raw_logprobs" if self.options.temperature == 1 else "processed_logprobs"
         arguments: dict[str, Any] = {
