@@ -114,7 +114,6 @@ class HTTPClient:
                     connection.sock.shutdown(socket.SHUT_RDWR)
 
     def _describe(self, route: str, problem: str) -> str:
-        """Return a message about a request."""
         server = f"{self.option}={self}" if self.option else ""
         return ": ".join(filter(None, (server, route, problem)))
 
@@ -198,8 +197,6 @@ def read_reply(reply: http.client.HTTPResponse, seconds: float, most: int | None
 
 
 class _RefuseRedirects(urllib.request.HTTPRedirectHandler):
-    """Refuses redirections."""
-
     def redirect_request(self, *arguments: Any, **named: Any) -> None:
         """Return `None`, which turns the redirection into an error."""
 

@@ -39,7 +39,6 @@ BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 }
 
 
-# How a boolean is written on the command line.
 BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
 # Options without a default, and how they are reset there.
 OPTIONAL = frozenset(option.name for option in all_options() if option.optional)
@@ -80,7 +79,6 @@ def load_config(
             f"{did_you_mean(command, COMMANDS)}"
         )
     values = default_config() if file is None else read_config_file(file, command)
-    # Keyword arguments cannot contain dots.
     by_keyword = {name.replace("__", "."): value for name, value in options.items()}
     by_name = {**(overrides or {}), **by_keyword}
     for name in by_name:

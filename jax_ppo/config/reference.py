@@ -82,7 +82,6 @@ def _sections() -> Iterator[str]:
     sections: dict[str, list[Option]] = {}
     for option in all_options():
         sections.setdefault(option.name.rpartition(".")[0], []).append(option)
-    # The first option of each last part and meaning.
     explained: dict[tuple[str, str], str] = {}
     for section, options in sections.items():
         facts = [_facts(option) for option in options]

@@ -122,7 +122,6 @@ def train_notes(config: Config) -> list[str]:
     for option in all_options():
         value = option_value(config, option.name)
         noted = [rule for rule in option.facts.rules if rule.is_noted]
-        # Rules hold for values other than the default.
         unmet = value != option.default and [x.summary for x in noted if not x.is_met(config)]
         if unmet:
             notes.append(
@@ -169,7 +168,6 @@ def note_unread_options(config: Config, *commands: str) -> Iterator[str]:
     """Yield a note for each changed option that belongs to none of these commands."""
     for option in all_options():
         value = option_value(config, option.name)
-        # An option at its default was not set by the user.
         if value != option.default and not {*commands} & {*option.read_by}:
             # Other commands take a configuration of train.
             commands_of_option = ("train",) if "train" in option.read_by else option.read_by

@@ -76,7 +76,6 @@ def _fetch_split(repository: str, folder: str, split: str, option: str) -> list[
 
 
 def _split_of(path: PurePosixPath) -> str:
-    """Return the name of the split that a file belongs to."""
     stem = path.name.partition(".")[0]
     if shard := _SHARD.search(stem):
         return stem[: shard.start()]

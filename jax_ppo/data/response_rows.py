@@ -218,7 +218,6 @@ class ResponseReader:
         )
 
     def _encode(self, example: Example) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of prompt and response."""
         if example.response is None:
             raise UserError("has no response")
         if not example.response.strip():

@@ -66,7 +66,6 @@ class ResponseDataset:
 
         Responses of the first field come before those of the second: a pair is len(rows) apart.
         """
-        # The prompt is repeated for each response to it.
         prompts = [self.prompts.tokens[row] for row in rows] * len(self.responses)
         responses = [field[row] for field in self.responses for row in rows]
         width = self.prompts.max_prompt_length + self.max_response_length

@@ -136,7 +136,6 @@ def _is_complete(source: str, exists: bool = False) -> bool:
 
 
 def _split_weights(spec: str) -> list[tuple[str, float | None]]:
-    """Return the sources of a specification, each with its weight."""
     pairs: list[tuple[str, float | None]] = []
     for source in filter(None, map(str.strip, _split_sources(spec))):
         if weighted := _WEIGHT.fullmatch(source):

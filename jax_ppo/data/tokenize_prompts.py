@@ -203,7 +203,6 @@ def encode_prompts(
             raise UserError(f"{location}: the prompt cannot be encoded: {error}") from error
         if ids == []:
             raise UserError(f"{location}: the prompt has no tokens: {text[:80]!r}")
-        # Too long: drop it, raise, or truncate, in this order of precedence.
         if ids is None or len(ids) > limit:
             if encoding.filter_overlong_prompts:
                 yield None

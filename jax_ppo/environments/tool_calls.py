@@ -135,7 +135,6 @@ class ToolEnvironment:
         self.schemas = tuple(tool.schema for tool in self._tools.values())
 
     def __str__(self) -> str:
-        """Return the value of the option."""
         return self._name
 
     def __call__(self) -> "ToolDialogue":
@@ -170,7 +169,6 @@ class ToolDialogue:
     """A `TextEnvironment` that answers calls with the results of tools."""
 
     def __init__(self, tools: dict[str, Tool]) -> None:
-        """Refer to the tools by name."""
         self._tools = tools
         self._calls = self._errors = 0
 

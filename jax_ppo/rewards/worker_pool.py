@@ -57,8 +57,6 @@ class _WorkerProcess(processes.WorkerProcess):
 
 
 class _WorkerContext(processes.WorkerContext):
-    """Starts such workers."""
-
     Process = _WorkerProcess  # type: ignore[assignment]
 
 

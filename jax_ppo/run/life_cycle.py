@@ -224,7 +224,6 @@ class StepLoop:
             raise
 
     def _save(self, state: Any, quality: Quality | None) -> None:
-        """Save after a step."""
         self.journal.write_pending_report()
         with self.journal.phase("checkpoint"):
             meta = {

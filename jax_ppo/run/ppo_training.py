@@ -55,7 +55,6 @@ class PPOTraining:
     command = "train"
 
     def __init__(self, run: PPORun) -> None:
-        """Take the parts of the run."""
         self.mesh = run.mesh
         self.total_steps = run.total_steps
         self.position = 0

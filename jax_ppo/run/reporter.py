@@ -65,7 +65,6 @@ class Reporter(journal.Journal):
     def __init__(
         self, run: PPORun, workdir: Path, progress: Progress, compiled: Compilations
     ) -> None:
-        """Open the logs."""
         super().__init__(
             trainer=run.config.trainer,
             options=dataclasses.asdict(run.config),

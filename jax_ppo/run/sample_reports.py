@@ -70,7 +70,6 @@ def measure_sampling(
 
 
 def _measure_turns(rollout: Rollout, turn_rewards_BxT: jax.Array) -> dict[str, jax.Array]:
-    """Return the metrics of dialogues."""
     actions_BxT = rollout.action_mask
     starts_BxT = rollout.turn_starts
     if starts_BxT is None:

@@ -72,7 +72,6 @@ def train_supervised(config: Config, workdir: Path, task: Task) -> dict[str, Any
             distributed.run_on_main(functools.partial(refuse_foreign_folder, output))
         return build_training(config, task, mesh)
 
-    # The accuracy, or the negative loss of a task without one.
     return life_cycle.run_life_cycle(config, workdir, build, "quality")
 
 
@@ -249,11 +248,9 @@ class SupervisedTraining:
         return batches_in_order(self.config.data, self.config.seed, self.training.prompts, position)
 
     def _replicate(self, tree: Any) -> Any:
-        """Return host arrays on every device of the mesh."""
         return placement.place(tree, sharding.replicated(self.mesh))
 
     def _state_shapes(self) -> State:
-        """Return shapes and shardings of the state."""
         head = self.task.objective.head
         return trained_shapes(self.config.supervised, self.model, head, self.mesh)
 

@@ -103,7 +103,6 @@ def _choose_models(config: Config, checkpoint: Path | None) -> tuple[Config, lis
                 f"config.reward.normalize={config.reward.normalize!r}: not read; the checkpoint's "
                 f"run had {run.reward.normalize!r}, and has saved the moments for it"
             )
-        # The shapes in the checkpoint depend on these.
         sections = {name: getattr(run, name) for name in ("model", "critic", "reference")}
         config = replace_options(config, {"reward.normalize": run.reward.normalize, **sections})
         has_critic = run.has_critic
@@ -123,7 +122,6 @@ def _choose_models(config: Config, checkpoint: Path | None) -> tuple[Config, lis
 
 
 def _score_rows(run: PPORun, state: TrainState, given: GivenResponses) -> Scores:
-    """Return the scores of all rows."""
     size = run.config.data.val_batch_size
     batches = []
     failures = 0

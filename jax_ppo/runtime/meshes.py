@@ -127,7 +127,7 @@ def make_rollout_mesh(mesh: Mesh, shape: RolloutMesh) -> Mesh:
     """Return the mesh to decode on: `mesh`, or another over its devices in the same order.
 
     With `shape.devices` it has that many of the devices that `make_mesh` has left. Neighbours in
-    that order split a matrix. Raise `UserError` if the sizes do not multiply to the devices.
+    that order split a matrix. Raise `UserError` unless the sizes multiply to their number.
     """
     devices, number = mesh.devices, f"the number of devices, {mesh.size}"
     if shape.devices:

@@ -168,7 +168,6 @@ def _locked(workdir: Path, report: _Report) -> Iterator[None]:
         # A forked child shares the lock and would keep it when this process is killed.
         _held_files.add(file)
         file.seek(0)
-        # A run that ends, even by an error, empties the file.
         _lost_runs[workdir] = ""
         if lock := file.read().splitlines():
             written = max(entry.stat().st_mtime for entry in os.scandir(workdir) if entry.is_file())

@@ -100,7 +100,6 @@ def _split_stages(function: Callable[..., tuple[Any, Any]]) -> Callable[..., tup
     def run(layers: Any, micro_batches: Any) -> tuple[Any, Any]:
         axes = {"stage"}
         micro_batch_parts = P("stage", None, None)
-        # XLA would not remove a sum over a single device.
         if jax.sharding.get_abstract_mesh().shape["data"] > 1:
             axes.add("data")
             micro_batch_parts = P("stage", None, "data")
