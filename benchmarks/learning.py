@@ -7,7 +7,7 @@ where responses are compared. Options beyond the method itself follow its author
 (GSPO's clip has a different scale, REINFORCE is meant for one optimizer step per rollout); nothing
 else is tuned. Printed for each method: held-out accuracy, sampled at temperature 1, before and
 after; mean training accuracy of the last five steps; final entropy and KL. Takes a minute per
-method on two cores; writes results/learning.json and results/learning.png.
+method on two cores; writes results/learning.json and results/learning.png. Needs the extra `docs`.
 """
 
 import argparse

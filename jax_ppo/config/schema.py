@@ -483,11 +483,6 @@ class Config:
         return self.algorithm.filter_groups.enable or self.rollout.keep is not None
 
     @property
-    def has_step_rewards(self) -> bool:
-        """Return whether rewards are earned within responses, and not only by whole ones."""
-        return self.reward.process_rewards or bool(self.rollout.multi_turn.environment)
-
-    @property
     def learns_from_files(self) -> bool:
         """Return whether a critic is trained alone, on responses from files."""
         return self.trainer.critic_only and bool(self.score.file)

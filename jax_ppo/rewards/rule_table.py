@@ -43,7 +43,7 @@ class Rule:
         def score(row: RewardRow, response: str) -> RewardResult:
             results = []
             response = row.thought * self.reads_thought + response
-            for truth in _alternatives(row.ground_truth):
+            for truth in _alternatives(row.ground_truth) or [row.ground_truth]:
                 results.append(self.score(response, truth, **options))
                 if results[-1].correct:
                     break

@@ -256,7 +256,8 @@ def _report_size(run: PPORun, report: Report) -> None:
     # With adapters, the size of those alone.
     for name, tree in run.states.shapes().models.items():
         size = sum(leaf.size for leaf in jax.tree.leaves(tree))
-        unit, word = (1e9, "billion") if size >= 999.5e6 else (1e6, "million")
+        units = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"))
+        unit, word = next((x for x in units if size >= 0.9995 * x[0]), units[-1])
         names_by_size[f"{size / unit:.3g} {word}"].append(name)
     sizes = ", ".join(f"{size} ({', '.join(names)})" for size, names in names_by_size.items())
     batch_size = config.data.train_batch_size

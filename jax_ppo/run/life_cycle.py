@@ -180,6 +180,7 @@ class StepLoop:
             stops = should_stop()
             if stops or is_due(step + 1, self.training.total_steps, self.options.save_freq):
                 self._save(state, quality)
+                stops = stops or should_stop()  # a save may take long
             if stops:
                 self.checkpoints.wait()
                 return state, True

@@ -54,9 +54,11 @@ def initialize(options: schema.Distributed) -> None:
     with _limited_start():
         try:
             if arguments.get("process_id") == 0:
-                # JAX may crash where the port is in use.
+                # JAX may crash where the port is in use, or share it with another run.
                 _, _, port = arguments["coordinator_address"].rpartition(":")
-                socket.create_server(("", int(port)), reuse_port=True).close()
+                with contextlib.suppress(ConnectionRefusedError, TimeoutError):
+                    socket.create_connection(("localhost", int(port)), timeout=1).close()
+                    raise OSError("something listens there")
             jax.distributed.initialize(
                 **arguments,
                 initialization_timeout=2 * _START_SECONDS,

@@ -224,5 +224,11 @@ COMPILERS = {
 
 
 def cpu_devices(topology: Topology) -> list[jax.Device]:
-    """Return as many CPU devices as the machine has, after `prepare_environment`."""
-    return jax.devices("cpu")[: topology.num_devices]
+    """Return as many CPU devices as the machine has; raise `UserError` if there are fewer."""
+    devices = jax.devices("cpu")
+    if len(devices) < topology.num_devices:
+        raise UserError(
+            f"--topology={topology.name}: this process has {len(devices)} CPU devices; call "
+            "`prepare_environment` before the first use of JAX"
+        )
+    return devices[: topology.num_devices]

@@ -242,8 +242,9 @@ def _read_intermediate_size(reader: ConfigReader, family: Family, hidden_size: i
     if not family.adjusted_width:
         return reader.integer(name)
     # config.json may have one and a half times as much; transformers takes the older name first.
-    older = reader.optional_integer("block_ff_dim", nullable=False)
-    width = older or reader.optional_integer(name, nullable=False) or reader.integer(name)
+    names = ("block_ff_dim", name)
+    older, newer = (reader.optional_integer(x, nullable=False) for x in names)
+    width = older or newer or reader.integer(name)
     multiple = reader.integer("block_multiple_of")
     factor = reader.optional_number("block_ffn_dim_multiplier")
     if not reader.boolean("block_auto_adjust_ff_dim", default=True):

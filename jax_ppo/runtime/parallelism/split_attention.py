@@ -115,9 +115,8 @@ def attend_over_parts(attention: Callable[..., jax.Array], shared: Any = None) -
     gathered over `context`; the gradients of keys and values are reduce-scattered.
 
     Args:
-      attention: called as `attention(q, k, v, row_segments, segments, columns)`, followed by
-        `shared` if that is not `None`: queries [R, L / C, H, d] with their segments and columns
-        [L / C]; keys and values [R, L, K, d] and their segments [R, L], in the order of the row.
+      attention: called as `attention(q, k, v, part)` with a `RowPart`, followed by `shared` if that
+        is not `None`: queries [R, L / C, H, d], keys and values [R, L, K, d], in the row's order.
       shared: an object with `manual_sharding_spec`, such as JAX's splash kernel, of which each
         device gets the part for its queries.
     """

@@ -153,6 +153,13 @@ def test_keys_with_a_leading_underscore_are_notes_of_transformers_in_every_secti
         from_hf_config(config | {"x_": 1})
 
 
+def test_the_older_of_two_widths_of_an_mlp_counts(tmp_path):
+    """As in transformers' LFM2; vendors write both names."""
+    config = make_config("lfm2", tmp_path) | {"block_auto_adjust_ff_dim": False}
+    for more, width in (({}, config["intermediate_size"]), ({"block_ff_dim": 64}, 64)):
+        assert from_hf_config(config | more).intermediate_size == width
+
+
 # The exhaustive suite changes all fields of every family (below).
 @pytest.mark.parity
 @pytest.mark.slow
