@@ -145,10 +145,7 @@ def test_every_option_has_a_meaning():
             {"rollout__engine": "openai", "rollout__url": "http://[::1"},
             r"rollout\.url: expected http://HOST:PORT",
         ),
-        (
-            {"reward__url": "ftp://host/x"},
-            r"reward\.url='ftp://host/x': expected http://HOST/PATH",
-        ),
+        ({"reward__url": "ftp://host/x"}, r"reward\.url='ftp://host/x': expected http://HOST/PATH"),
         (
             {"reward__url": "http://me:pw@host/?key=x"},
             r"url: the address contains a user name or a password; .*JAX_PPO_REWARD_KEY",

@@ -47,9 +47,7 @@ def test_requirements_name_the_option_and_what_is_missing(changes, message):
 def test_an_option_of_another_command_is_noted_instead_of_required():
     config = tiny.config(reward__model_path="x", reward__max_length=64)
     without = schema.Config(
-        reward=schema.Reward(max_length=64),
-        data=config.data,
-        model=schema.Model(path="x"),
+        reward=schema.Reward(max_length=64), data=config.data, model=schema.Model(path="x")
     )
     with pytest.raises(UserError, match="max_length=64: there is no reward model"):
         validation.validate_config(without, "train")

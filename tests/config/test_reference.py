@@ -20,8 +20,7 @@ def test_the_reference_page_is_current():
 
 
 @pytest.mark.parametrize(
-    ("command", "end"),
-    [("train", "; a run resumes from a checkpoint in it"), ("score", "-scores")],
+    ("command", "end"), [("train", "; a run resumes from a checkpoint in it"), ("score", "-scores")]
 )
 def test_help_names_the_folder_that_a_command_writes(command, end, capsys):
     with pytest.raises(SystemExit):

@@ -7,11 +7,7 @@ from jax_ppo.config.loading import load_config
 from jax_ppo.errors import UserError
 from jax_ppo.run import ppo_training
 
-COMMANDS = {
-    "hh_rlhf_sft": "sft",
-    "hh_rlhf_reward": "reward_model",
-    "smollm2_calculator_sft": "sft",
-}
+COMMANDS = {"hh_rlhf_sft": "sft", "hh_rlhf_reward": "reward_model", "smollm2_calculator_sft": "sft"}
 NAMES = config_files.shipped_names()
 RECIPES = [name for name in NAMES if name not in COMMANDS]
 

@@ -251,13 +251,7 @@ def test_devices_that_split_the_vocabulary_leave_out_the_same_ids(rng):
     for weight in (split, unembedding):
         with jax.set_mesh(mesh):
             results.append(
-                jitted(
-                    hidden,
-                    weight,
-                    targets,
-                    np.ones((1, 5), bool),
-                    LogitOptions(1.0, num_ids=7),
-                )
+                jitted(hidden, weight, targets, np.ones((1, 5), bool), LogitOptions(1.0, num_ids=7))
             )
     expected = naive(hidden, unembedding[:7], targets, 1.0)
     for result in results:

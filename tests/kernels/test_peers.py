@@ -16,14 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ppo.kernels import (
-    advantages,
-    importance,
-    kl,
-    logprobs,
-    losses,
-    vocabulary_kl,
-)
+from jax_ppo.kernels import advantages, importance, kl, logprobs, losses, vocabulary_kl
 from jax_ppo.kernels import masked_statistics as masked
 from jax_ppo.kernels.losses import Clip
 from jax_ppo.kernels.vocabulary_chunks import LogitOptions

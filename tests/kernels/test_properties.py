@@ -15,14 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from jax_ppo.kernels import (
-    advantages,
-    importance,
-    kl,
-    logprobs,
-    losses,
-    vocabulary_kl,
-)
+from jax_ppo.kernels import advantages, importance, kl, logprobs, losses, vocabulary_kl
 from jax_ppo.kernels import masked_statistics as masked
 from jax_ppo.kernels.losses import Clip, padded_batch
 from jax_ppo.kernels.vocabulary_chunks import LogitOptions

@@ -130,9 +130,7 @@ def remedies_for(config, platform):
     """Return the options after each remedy by its words, without a measurement."""
     with assume_platform(platform):
         remedies = rank_remedies(
-            PossibleChanges(config, tiny.make_mesh(1)),
-            measure=lambda *changed: 0,
-            needed=1,
+            PossibleChanges(config, tiny.make_mesh(1)), measure=lambda *changed: 0, needed=1
         )
     return {remedy.options: remedy.config for remedy in remedies}
 

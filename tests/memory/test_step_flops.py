@@ -37,10 +37,7 @@ def test_the_actor_rests_during_the_warm_up_of_the_critic():
 def test_a_prompt_is_read_once_for_all_of_its_responses():
     """Then policy and reference are scored, and the actor is trained; there is no critic."""
     flops = count(
-        algorithm__adv_estimator="grpo",
-        rollout__n=2,
-        actor__ppo_epochs=1,
-        trainer__critic_warmup=0,
+        algorithm__adv_estimator="grpo", rollout__n=2, actor__ppo_epochs=1, trainer__critic_warmup=0
     )
     shared_prompts = forward(lengths=PROMPTS)
     sampling = forward(16) - shared_prompts

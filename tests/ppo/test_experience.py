@@ -476,10 +476,7 @@ def test_the_whole_kl_is_taken_where_it_is_given():
             },
             [1.0, 1 + 0.2 / 8],
         ),
-        (
-            {"type": "adaptive", "kl_coef": 1.0, "target_kl": 0.5, "horizon": 8},
-            [1.0, 1 + 0.2 / 8],
-        ),
+        ({"type": "adaptive", "kl_coef": 1.0, "target_kl": 0.5, "horizon": 8}, [1.0, 1 + 0.2 / 8]),
     ],
 )
 def test_the_coefficient_of_the_next_step(options, coefficients):

@@ -38,8 +38,7 @@ def test_normalised_by_hand():
 def test_without_spread_scores_stay_what_they_are():
     seen = update_moments(empty_moments(), jnp.full(9, 0.1), jnp.ones(9))
     np.testing.assert_array_equal(
-        normalize_scores(jnp.array([0.1, 1]), seen, shift=False),
-        np.array([0.1, 1], np.float32),
+        normalize_scores(jnp.array([0.1, 1]), seen, shift=False), np.array([0.1, 1], np.float32)
     )
     np.testing.assert_allclose(
         normalize_scores(jnp.array([0.1, 1]), seen, shift=True), [0, 0.9], atol=1e-6

@@ -260,11 +260,7 @@ def test_a_plan_and_the_flops_count_the_teacher(tmp_path):
     lengths = np.full(8, 10)
     counts = [
         count_step_flops(
-            StepOptions(config),
-            Networks(**net, teacher=net.actor),
-            0,
-            lengths - 4,
-            lengths,
+            StepOptions(config), Networks(**net, teacher=net.actor), 0, lengths - 4, lengths
         )
         for config in configs
     ]

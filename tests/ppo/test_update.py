@@ -691,10 +691,7 @@ def test_a_mini_batch_in_which_all_was_cut_off_moves_nothing():
     assert_close((after_one.actor, after_one.critic), (after_two.actor, after_two.critic))
     assert [
         int(optax.tree.get(state.optimizers["critic"], "count")) for state in (after_one, after_two)
-    ] == [
-        1,
-        1,
-    ]
+    ] == [1, 1]
     assert (
         metrics["actor/entropy"] == pytest.approx(metrics_after_two["actor/entropy"])
         and metrics["actor/entropy"] > 0

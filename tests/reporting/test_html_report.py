@@ -10,13 +10,7 @@ from jax_ppo import report
 from jax_ppo.config import command_line
 from jax_ppo.config.schema import Config
 from jax_ppo.reporting.files import write_samples
-from jax_ppo.reporting.html_report import (
-    MAX_POINTS,
-    SHOWN_SAMPLES,
-    SHOWN_STEPS,
-    HTMLReport,
-    Panel,
-)
+from jax_ppo.reporting.html_report import MAX_POINTS, SHOWN_SAMPLES, SHOWN_STEPS, HTMLReport, Panel
 from jax_ppo.training.progress import Progress
 
 PANELS = (

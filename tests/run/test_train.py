@@ -433,10 +433,7 @@ SAMPLED_AHEAD = "--config.rollout.max_staleness=1", "--config.algorithm.rollout_
 @pytest.mark.exhaustive
 def test_sampling_ahead_lags_weighs_and_is_resumed_bit_equal(files, tmp_path):
     """The batch sampled ahead is in the checkpoint that a signal asks for."""
-    options = (
-        *SAMPLED_AHEAD,
-        "--config.trainer.total_training_steps=12",
-    )
+    options = (*SAMPLED_AHEAD, "--config.trainer.total_training_steps=12")
     rows = stop_and_resume(files, tmp_path, *options)
     assert [int(row["step"]) for row in rows] == list(range(1, 13))
     for row in rows:
@@ -940,9 +937,7 @@ def test_a_step_is_compiled_in_the_precompilation_alone(
     options = (*SAMPLED_AHEAD, f"--config.reward.model_path={reward_model}") if with_model else ()
     options += ("--config.mesh.fsdp=2", "--config.mesh.model=2") if devices > 1 else ()
     monkeypatch.setattr(
-        meshes,
-        "make_mesh",
-        functools.partial(meshes.make_mesh, devices=jax.devices()[:devices]),
+        meshes, "make_mesh", functools.partial(meshes.make_mesh, devices=jax.devices()[:devices])
     )
     jax.config.update("jax_log_compiles", True)
     try:

@@ -208,10 +208,7 @@ class TestPythonApi:
     )
     def test_a_stopped_run_raises_after_it_saved(self, number, error):
         lines = []
-        with (
-            pytest.raises(error) as caught,
-            signals.handle_stop_signals(ends_process=False),
-        ):
+        with pytest.raises(error) as caught, signals.handle_stop_signals(ends_process=False):
             signals.defer_signals()
             signals.raise_if_stopped(lines.append)  # nothing yet
             os.kill(os.getpid(), number)
@@ -242,10 +239,7 @@ class TestPythonApi:
         thread = threading.Thread(target=release.wait)
         thread.start()
         threading.Timer(3 * signals._POLL_SECONDS, release.set).start()
-        with (
-            pytest.raises(KeyboardInterrupt),
-            signals.handle_stop_signals(ends_process=False),
-        ):
+        with pytest.raises(KeyboardInterrupt), signals.handle_stop_signals(ends_process=False):
             threading.Timer(signals._POLL_SECONDS, os.kill, (os.getpid(), signal.SIGINT)).start()
             thread.join()
             time.sleep(HANG_SECONDS)

@@ -15,12 +15,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.models.hf.config import from_hf_config
 from jax_ppo.models.hf.families import FAMILIES
 from jax_ppo.models.hf.fields import NEUTRAL_VALUES
-from jax_ppo.models.hf.files import (
-    BLOCK_SIZE,
-    SafetensorsCheckpoint,
-    is_finite,
-    write_safetensors,
-)
+from jax_ppo.models.hf.files import BLOCK_SIZE, SafetensorsCheckpoint, is_finite, write_safetensors
 from jax_ppo.models.hf.load import load_checkpoint, read_architecture
 from jax_ppo.models.hf.model_folders import INDEX_FILE, resolve_model_folder
 from jax_ppo.models.hf.names import tensor_table

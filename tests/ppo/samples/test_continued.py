@@ -190,12 +190,7 @@ SKIPS = f"the checkpoint's unfinished responses to {G} prompts do not fit"
 
 @pytest.mark.parametrize(
     ("n", "changed", "told"),
-    [
-        (N, {}, ""),
-        (N + 1, {}, SKIPS),
-        (N, {"stop": "end"}, SKIPS),
-        (N, {"first_token": 1}, SKIPS),
-    ],
+    [(N, {}, ""), (N + 1, {}, SKIPS), (N, {"stop": "end"}, SKIPS), (N, {"first_token": 1}, SKIPS)],
     ids=["same", "another n", "stop string", "prompts"],
 )
 def test_a_resumed_run_says_if_it_skips_unfinished_responses(n, changed, told):

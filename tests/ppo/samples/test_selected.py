@@ -164,10 +164,7 @@ def test_no_two_samples_of_a_step_share_random_numbers(filtered):
 @pytest.mark.slow
 @pytest.mark.parametrize("metric", ["score", "accuracy"])
 def test_a_resumed_run_selects_the_same_samples(files, tmp_path, metric):
-    options = {
-        "algorithm__filter_groups__enable": True,
-        "algorithm__filter_groups__metric": metric,
-    }
+    options = {"algorithm__filter_groups__enable": True, "algorithm__filter_groups__metric": metric}
     train(files, tmp_path / "undisturbed", **options)
     shutil.copytree(tmp_path / "undisturbed", tmp_path / "resumed")
     shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "4")

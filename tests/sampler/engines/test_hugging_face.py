@@ -50,8 +50,7 @@ def make_engine(actor, folder, **changes):
     "name",
     [
         pytest.param(
-            name,
-            marks=pytest.mark.exhaustive if name in ("plain", "greedy") else pytest.mark.slow,
+            name, marks=pytest.mark.exhaustive if name in ("plain", "greedy") else pytest.mark.slow
         )
         for name in OPTIONS
     ],
