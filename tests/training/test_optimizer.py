@@ -199,9 +199,7 @@ def test_an_update_keeps_the_types_in_half_the_memory():
         types = jax.tree.map(lambda x: (x.shape, x.dtype), trained(state))
         first = np.asarray(state.actor["embed"]["embedding"], np.float32)
         elements = sum(x.size for x in jax.tree.leaves(state.actor))
-        state, metrics = tiny.update_state(
-            config, tiny.networks(config), 4, state, experience, batches, None
-        )
+        state, metrics = tiny.update_state(config, state, experience, batches, None, 4)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), trained(state)) == types
     assert metrics["actor/grad_norm"] > 0
     assert np.any(np.asarray(state.actor["embed"]["embedding"], np.float32) != first)
