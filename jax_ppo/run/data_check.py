@@ -44,8 +44,13 @@ def check_data(config: Config, command: str = "train") -> dict[str, Any]:
         training, held_out = (describe_tools(environment_class, e) for e in (training, held_out))
     tokenizer = _load_tokenizer(config.model)
     obstacles: list[str] = []
+    is_supervised = False
     if command == "train" and not by_environment:
-        obstacles = _find_obstacles([*training, *held_out], config.reward)
+        examples = [*training, *held_out]
+        obstacles = _find_obstacles(examples, config.reward)
+        is_supervised = bool(obstacles) and not row_rules.find_missing_package(
+            examples, config.reward
+        )
     not_run = ""
     if command != "train":
         not_run = f"{command} reads no rewards"
@@ -72,7 +77,7 @@ def check_data(config: Config, command: str = "train") -> dict[str, Any]:
             *_find_row_problems(config.data, training, parts[0]),
         ],
         "warnings": [
-            *["rows of supervised training: --for=sft or --for=reward_model"] * bool(obstacles),
+            *["rows of supervised training: --for=sft or --for=reward_model"] * is_supervised,
             *(
                 f"{name} data: {line}"
                 for name, part in zip(("training", "held-out"), parts, strict=True)
