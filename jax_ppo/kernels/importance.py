@@ -93,7 +93,8 @@ def sequence_mean_log_ratio(
 ) -> jax.Array:
     """Return the mean over the response: the log of the geometric mean.
 
-    Biased like GSPO's ratio (arXiv 2507.18071), but as large for all lengths.
+    Biased like GSPO's ratio (arXiv 2507.18071), but as large for all lengths, so that narrow bounds
+    reject whole responses.
     """
     counts = jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1)
     return sequence_log_ratio(log_ratios, mask) / counts

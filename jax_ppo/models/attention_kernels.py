@@ -150,7 +150,10 @@ def make_splash_kernel(
     sliding_window: int | None = None,
     interpret: bool = False,
 ) -> Any:
-    """Return JAX's kernel for all queries of a row, in the order of the parts of the row."""
+    """Return JAX's kernel for all queries of a row, in the order of the parts of the row.
+
+    `interpret` runs the Python code of the kernel on any platform, slowly.
+    """
     # This import takes a fifth of a second, which other programs do not need.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash_lib
 

@@ -152,7 +152,10 @@ def write_tokens(
     columns_b: Int[Array, " b"],
     mode: str = "promise_in_bounds",
 ) -> Columns:
-    """Write one token per row into that row's column; rows from the b-th on are left alone."""
+    """Write one token per row into that row's column; rows from the b-th on are left alone.
+
+    `mode` decides what happens to columns outside the cache, as for JAX's indexed updates.
+    """
 
     def write(cache: jax.Array, new: jax.Array, axis: int) -> jax.Array:
         # One column per row, within the cache by construction unless `mode` says otherwise.

@@ -43,7 +43,10 @@ class Lora:
 
 
 def init_adapters(architecture: Architecture, lora: Lora, key: jax.Array, head: str) -> Params:
-    """Return float32 adapters that change nothing yet: as in PEFT, A is random and B zero."""
+    """Return float32 adapters that change nothing yet.
+
+    As in PEFT, A is uniform in +- 1 / sqrt(in); B and a scalar head are zero.
+    """
     rows = adapter_tensor_table(architecture, lora.rank, lora.targets, head)
     params = {}
     for number, (path, row) in enumerate(sorted(rows.items())):
