@@ -43,14 +43,10 @@ def check_data(config: Config, command: str = "train") -> dict[str, Any]:
         environment_class = load_environment_class(config.rollout.multi_turn)
         training, held_out = (describe_tools(environment_class, e) for e in (training, held_out))
     tokenizer = _load_tokenizer(config.model)
-    obstacles: list[str] = []
-    is_supervised = False
+    missing_package, obstacles = "", list[str]()
     if command == "train" and not by_environment:
-        examples = [*training, *held_out]
-        obstacles = _find_obstacles(examples, config.reward)
-        is_supervised = bool(obstacles) and not row_rules.find_missing_package(
-            examples, config.reward
-        )
+        missing_package, obstacles = _find_obstacles([*training, *held_out], config.reward)
+    is_supervised = bool(obstacles) and not missing_package
     not_run = ""
     if command != "train":
         not_run = f"{command} reads no rewards"
@@ -169,16 +165,16 @@ def _count_tokens(
     }
 
 
-def _find_obstacles(examples: Sequence[Example], options: Reward) -> list[str]:
-    """Return some of the rows that no rule can score."""
+def _find_obstacles(examples: Sequence[Example], options: Reward) -> tuple[str, list[str]]:
+    """Return the problem of a missing package, "" if none, and all problems that rules have."""
     if reward_functions.scores_any_row(options):
-        return []
+        return "", []
     obstacles = list(row_rules.find_obstacles(examples, options))
     missing = row_rules.find_missing_package(examples, options)
     problems = [missing] * bool(missing) + obstacles[:_MAX_SHOWN]
     if len(obstacles) > _MAX_SHOWN:
         problems.append(f"{len(obstacles)} examples in all cannot be scored")
-    return problems
+    return missing, problems
 
 
 def _find_response_problems(

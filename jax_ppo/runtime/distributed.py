@@ -54,11 +54,7 @@ def initialize(options: schema.Distributed) -> None:
     with _limited_start():
         try:
             if arguments.get("process_id") == 0:
-                # JAX may crash where the port is in use, or share it with another run.
-                _, _, port = arguments["coordinator_address"].rpartition(":")
-                with contextlib.suppress(ConnectionRefusedError, TimeoutError):
-                    socket.create_connection(("localhost", int(port)), timeout=1).close()
-                    raise OSError("something listens there")
+                _require_free_port(arguments["coordinator_address"])
             jax.distributed.initialize(
                 **arguments,
                 initialization_timeout=2 * _START_SECONDS,
@@ -72,6 +68,16 @@ def initialize(options: schema.Distributed) -> None:
     faults.end_with_others()
     # A signal that ends one process at once ends all, with its exit code: they are restarted alike.
     signals.on_abrupt_end(faults.announce_failure)
+
+
+def _require_free_port(address: str) -> None:
+    """Raise `OSError` if a server listens on the port: JAX may crash there, or share the port."""
+    _, _, port = address.rpartition(":")
+    try:
+        socket.create_connection(("localhost", int(port)), timeout=1).close()
+    except OSError:  # also where this machine cannot look `localhost` up
+        return
+    raise OSError("a server listens there")
 
 
 @contextlib.contextmanager
