@@ -164,4 +164,8 @@ def _compare_options(config: Config, saved: dict[str, Any], command: str) -> lis
                 f"config.{option.name} was {then!r} until the checkpoint, and is {now!r} from "
                 "here on"
             )
+    removed = {name: x for name, x in flatten_options(saved).items() if name not in values}
+    if removed:
+        listed = ", ".join(f"{name}={value!r}" for name, value in removed.items())
+        changes.append(f"options that this version does not have, until the checkpoint: {listed}")
     return changes

@@ -25,6 +25,15 @@ def find_progress_of_saved_run(config, total_steps, saved, command="train", data
     return progress.find_progress(config, total_steps, checkpoints, print, command, data, frozen)
 
 
+def test_options_that_are_gone_are_named(capsys):
+    config = tiny.config()
+    saved = dataclasses.asdict(config)
+    saved["critic"]["huber_delta"] = 0.5
+    find_progress_of_saved_run(config, 5, saved)
+    line = "options that this version does not have, until the checkpoint: critic.huber_delta=0.5"
+    assert line in capsys.readouterr().out
+
+
 def test_it_goes_on_or_has_nothing_left_to_do(capsys):
     config = tiny.config()
     assert find_progress_of_saved_run(config, 5, dataclasses.asdict(config)).position == 24
