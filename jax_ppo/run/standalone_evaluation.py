@@ -7,7 +7,15 @@ from typing import Any
 import jax
 
 from jax_ppo.config import loading
-from jax_ppo.config.schema import Config, Critic, Model, Teacher, replace_options
+from jax_ppo.config.schema import (
+    Config,
+    Critic,
+    Model,
+    Teacher,
+    flatten_options,
+    options_by_name,
+    replace_options,
+)
 from jax_ppo.config.training_options import LoraOptions
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf import peft
@@ -111,14 +119,22 @@ def with_exported_models(model: Model, critic: Critic, has_critic: bool) -> tupl
 
 
 def read_run_options(checkpoint: Path) -> Config:
-    """Return the options of the run that wrote a checkpoint, with the path of its model."""
+    """Return the options of the run that wrote a checkpoint, with the path of its model.
+
+    Options that this version does not have are left out, with a line that names them.
+    """
     workdir = checkpoint.parents[1]
     try:
-        run = loading.from_config_dict(read_json_object(workdir / "config.json"))
+        saved = flatten_options(read_json_object(workdir / "config.json"))
+        removed = {name: saved.pop(name) for name in saved.keys() - options_by_name().keys()}
+        run = loading.load_config(overrides=saved)
     except UserError as error:
         raise UserError(
             f"config.model.path={str(checkpoint)!r}: cannot read the options of its run: {error}"
         ) from error
+    if removed:
+        listed = ", ".join(f"{name}={removed[name]!r}" for name in sorted(removed))
+        console.print_on_main(f"note: options of the run that this version does not have: {listed}")
     path = run.model.path or str(SMALL_MODEL)
     return dataclasses.replace(run, model=dataclasses.replace(run.model, path=path))
 

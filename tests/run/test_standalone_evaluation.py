@@ -30,6 +30,17 @@ def test_options_of_a_run_that_are_no_object_are_refused(tmp_path):
         standalone_evaluation.read_run_options(tmp_path / "checkpoints" / "3")
 
 
+def test_options_of_a_run_that_are_gone_are_named(tmp_path, capsys):
+    run = dataclasses.asdict(tiny.config(critic__cliprange_value=0.3))
+    run["critic"]["huber_delta"] = 0.5
+    run["data"]["cache"] = {"folder": "f"}
+    (tmp_path / "config.json").write_text(json.dumps(run))
+    options = standalone_evaluation.read_run_options(tmp_path / "checkpoints" / "3")
+    assert options.critic == tiny.config(critic__cliprange_value=0.3).critic
+    line = "this version does not have: critic.huber_delta=0.5, data.cache.folder='f'"
+    assert capsys.readouterr().out.splitlines()[0].endswith(line)
+
+
 def test_a_run_without_an_export_is_refused_with_its_newest_checkpoint(tmp_path):
     """Regression: its config.json was read as that of a model."""
     (tmp_path / "config.json").write_text("{}")
