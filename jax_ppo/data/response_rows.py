@@ -198,7 +198,7 @@ class ResponseReader:
             if turn_rewards is not None:
                 reward -= float(turn_rewards.sum())  # a logged score has both
         # Text in a CSV file.
-        truncated = str(row.get("truncated") or "").lower()
+        truncated = "" if row.get("truncated") is None else str(row["truncated"]).lower()
         if truncated not in ("", "0", "false", "1", "true"):
             raise UserError(
                 f"truncated: expected true or false, got {shorten(repr(row['truncated']))}"

@@ -94,8 +94,8 @@ def make_reward_inputs(
         reader = _make_reader(options, net, tokenizer, prompts_are_chats)
         meshes.validate_architecture(mesh, net.architecture, is_encoder=is_encoder)
         lines.append(
-            f"the reward model reads prompt and response as {reader.form}, in tokens of its own, "
-            f"at most {reader.max_length}"
+            f"the reward model reads prompt and response as {reader.form}, in at most "
+            f"{reader.max_length} of its tokens"
         )
         ends = reader.ends
         inputs = RewardInputs(

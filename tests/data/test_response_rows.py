@@ -94,6 +94,7 @@ def test_a_response_of_several_contexts_is_refused(tmp_path, letters):
         (SAMPLED | {"action_mask": [0, 0, 0]}, "has no token that the policy chose"),
         (SAMPLED | {"turn_rewards": [0, 0, None]}, "turn_rewards: expected a finite number"),
         (SAMPLED | {"data_source": 3}, "data_source must be text, got 3"),
+        (SAMPLED | {"truncated": []}, "truncated: expected true or false, got []"),
     ],
 )
 def test_a_broken_row_is_refused_with_its_place_and_its_text(line, reason, tmp_path, letters):

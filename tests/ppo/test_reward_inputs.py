@@ -149,7 +149,7 @@ def test_an_encoder_scores_pairs_on_any_mesh(encoder, decoder, actors, mesh):
     inputs = reward_models.pair_inputs(reward_models.load_tokenizer(encoder), pairs)
     reward_models.assert_close(ours, reward_models.scores(encoder, inputs))
     assert messages == [
-        "the reward model reads prompt and response as pair, in tokens of its own, at most 128"
+        "the reward model reads prompt and response as pair, in at most 128 of its tokens"
     ]
     assert not any(cut) and sequences.tokens.shape == (8, 128)
     if not mesh:  # several inputs in one row

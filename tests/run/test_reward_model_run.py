@@ -96,8 +96,7 @@ def test_the_rewards_are_those_of_transformers(files, tmp_path):
     for entry, expected in zip(evaluations, (first, last), strict=True):
         assert entry["reward_mean"] == pytest.approx(expected.mean(), rel=1e-4, abs=1e-6)
     assert (
-        "the reward model reads prompt and response as pair, in tokens of its own, at most 128"
-        in output
+        "the reward model reads prompt and response as pair, in at most 128 of its tokens" in output
     )
     assert f"evaluation after step 0: reward {first.mean():.3f}" in output
     for expected in first[:2]:  # the table of samples shows them as well
