@@ -22,7 +22,7 @@ def import_function(path: str) -> Callable[..., Any]:
 
 
 def inputs_named(function: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the inputs that a function's parameters name."""
+    """Return the inputs that a function's parameters name."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in inputs.items() if name in parameters}
 
@@ -43,7 +43,7 @@ class Entry:
     when: str = ""  # completes "use it when"
     source: str = ""  # paper and equation, or the program that it comes from
     other_names: tuple[str, ...] = ()  # its names in other programs
-    # Arguments of the function, and the options of the first option's section that set them.
+    # Arguments of the function by name, and the options beside the registry's that set them.
     arguments: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float32, Int32, UInt
 Array = Any  # jax.Array or numpy.ndarray: the same contract holds on the host and on the mesh
 Params = dict[str, Any]  # nested dicts of arrays: a role's parameters, or a tree of its structure
 
-# NaN, "nothing to average", in the outputs of programs: JAX_DEBUG_NANS would end the run at a NaN.
+# Stands for NaN, "nothing to average", in programs' outputs: JAX_DEBUG_NANS would end the run.
 NOTHING = float(np.finfo(np.float32).min)
 
 
@@ -68,7 +68,7 @@ class Prompts:
 
 @pytree
 class Rollout:
-    """Sampled responses, of which lengths and masks are authoritative, never pad or EOS ids."""
+    """Sampled responses. Their lengths and masks are authoritative, never pad or EOS ids."""
 
     prompts: Prompts  # the prompts, each repeated n times; sample b answers row b
     # Row b holds its response in columns 0..lengths[b] - 1, including the EOS that ended it.
@@ -77,13 +77,13 @@ class Rollout:
     # Log-probability of each token under the distribution it was drawn from, before filters such as
     # top-p: log_softmax(logits / temperature). 0 past the length.
     logprobs: Float32[Array, "B T"]
-    truncated: Bool[Array, " B"]  # True if after T tokens no EOS had been drawn, no dialogue ended
+    truncated: Bool[Array, " B"]  # True if T tokens ended neither by an EOS nor with a dialogue
     # True on the response tokens that the policy chose, not an environment. Models read all tokens;
     # losses, advantages and token metrics count only these.
     action_mask: Bool[Array, "B T"]
     # Tokens that the slots of each decoder queue could have drawn; `None` if not counted.
     slot_steps: Int32[Array, " queues"] | None = None
-    # Of an environment, each at the last token of its turn, an action; `None` without one.
+    # An environment's rewards, each at the last token of its turn, an action; `None` without one.
     turn_rewards: Float32[Array, "B T"] | None = None
     # True on the first token of each turn, an action: an empty observation leaves no other trace.
     turn_starts: Bool[Array, "B T"] | None = None
@@ -140,7 +140,7 @@ class Control:
     """The values, apart from parameters, that carry over from one step to the next."""
 
     kl_coef: Float32[Array, ""]  # coefficient of the KL penalty in the coming step
-    # Of "rewards" if scores are normalized, of "returns" if the critic learns normalized values.
+    # Moments of "rewards" if scores are normalized, of "returns" if the critic's values are.
     moments: dict[str, Any]
 
 

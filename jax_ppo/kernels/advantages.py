@@ -167,8 +167,8 @@ def length_adaptive_lam(
     errors, all of the critic's bias. The critic's targets take another lam, 1 in the paper
     (decoupled GAE).
 
-    `action_counts` says how many tokens of each response the mask selects; 0 counts as 1. alpha >
-    0.
+    `action_counts`: how many tokens of each response the mask selects; 0 counts as 1. `alpha` must
+    be positive.
     """
     counts = jnp.maximum(action_counts, 1).astype(jnp.float32)
     return jnp.clip(1.0 - 1.0 / (alpha * counts), 0.0, 1.0)
@@ -181,7 +181,8 @@ def reward_to_go(
 ) -> Float[Array, " T"]:
     """Return G_t = sum_k gamma^k r_{t+k} to the end of the response, float32, 0 where mask is 0.
 
-    `gae` at lam = 1 with values 0: unbiased, with the variance of all rewards to come.
+    This is `gae`, with the same arguments, at lam = 1 with values 0: unbiased, with the variance of
+    all rewards to come.
     """
     return gae(rewards_T, jnp.zeros_like(rewards_T), mask_T, gamma, 1.0)[0]
 
@@ -192,9 +193,9 @@ def reward_to_go(
 def equalize_groups(
     scores: Float[Array, "B ..."], sizes: Float[Array, "B ..."], n: int
 ) -> Float[Array, "B ..."]:
-    """Return the scores, all of a group that of its first sample if they differ by rounding alone.
+    """Return the scores; groups that differ by rounding alone get their first sample's throughout.
 
-    `sizes`, of what each score was computed from: the sum of the sizes of a response's rewards.
+    `sizes`: the sum of the absolute rewards that each score was computed from.
     """
     groups, sizes = (x.reshape(-1, n, *x.shape[1:]) for x in (scores, sizes))
     spread = groups.max(1, keepdims=True) - groups.min(1, keepdims=True)

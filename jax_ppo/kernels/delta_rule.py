@@ -31,7 +31,10 @@ def delta_step(
     decay_BxH: Float[Array, "B H"],
     rate_BxH: Float[Array, "B H"],
 ) -> tuple[Float[Array, "B H V"], Float[Array, "B H K V"]]:
-    """Return the outputs of one token per row, and states; arguments are as for `delta_chunks`."""
+    """Return the outputs of one token per row, and the states after it.
+
+    `state_BxHxKxV` is before it; the other arguments are as for `delta_chunks`.
+    """
     state = jnp.exp(decay_BxH)[..., None, None] * state_BxHxKxV
     known_BxHxV = _einsum("bhkv,bhk->bhv", state, k_BxHxK)
     change_BxHxV = rate_BxH[..., None] * (v_BxHxV - known_BxHxV)

@@ -42,16 +42,16 @@ def importance_weights(
     0.5 and 5); with an upper bound alone it is masked importance sampling (Liu et al. 2025,
     https://richardli.xyz/rl-collapse).
 
-    `registries.IMPORTANCE_WEIGHTS` names what the ratio is of. Only that of whole responses,
-    unbounded, is unbiased. A bound changes the objective to that of the scores times (bounded w) /
-    w: a mask keeps the rest unbiased, an upper bound takes weight from what mu draws too rarely,
-    and a lower bound gives weight to what pi hardly draws.
+    `registries.IMPORTANCE_WEIGHTS` lists what a ratio can be taken over. Only the ratio of whole
+    responses, unbounded, is unbiased. Bounds on it change the objective, as if each score were
+    multiplied by (bounded w) / w: a mask keeps the rest unbiased, an upper bound takes weight from
+    what mu draws too rarely, and a lower bound gives weight to what pi hardly draws.
 
     Args:
       logprobs: log-probabilities under pi, one response per row.
       sampled_logprobs: those under mu, at the same temperature.
       mask: 1 on the tokens that mu chose, in any pattern; products run over these alone.
-      log_weight: what the ratio is of, such as `token_log_ratio`.
+      log_weight: returns the logarithm of each token's w, such as `token_log_ratio`.
       upper: at least 1.
       lower: in [0, 1).
       masks: mask instead of truncating.
@@ -70,7 +70,7 @@ def importance_weights(
     return jax.lax.stop_gradient(zero_outside(weights, mask))
 
 
-# What a weight is the ratio of. Only `turn_log_ratio` reads where turns start.
+# Logarithms of weights, for `log_weight`. Only `turn_log_ratio` reads where turns start.
 
 
 def unweighted(log_ratios: jax.Array, mask: jax.Array, starts: Starts = None) -> jax.Array:
@@ -93,8 +93,8 @@ def sequence_mean_log_ratio(
 ) -> jax.Array:
     """Return the mean over the response: the log of the geometric mean.
 
-    Biased like GSPO's ratio (arXiv 2507.18071), but as large for all lengths, so that narrow bounds
-    reject whole responses.
+    Biased like GSPO's ratio (arXiv 2507.18071), but of one size for all lengths, so that narrow
+    bounds reject whole responses.
     """
     counts = jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1)
     return sequence_log_ratio(log_ratios, mask) / counts
@@ -103,8 +103,8 @@ def sequence_mean_log_ratio(
 def turn_log_ratio(log_ratios: jax.Array, mask: jax.Array, starts: Starts = None) -> jax.Array:
     """Return the sum over the token's turn: the chosen tokens from one start to the next.
 
-    Biased like that of a token, by the preceding turns, with a variance between the two others.
-    Without `starts`, turns are chosen tokens that nothing interrupts.
+    Biased like a token's ratio, by the preceding turns; its variance is between those of a token's
+    and a response's. Without `starts`, turns are chosen tokens that nothing interrupts.
     """
     starts = starts_of_turns(mask) if starts is None else starts
     # Tokens between turns have the number of the turn before, and log-ratios of 0.

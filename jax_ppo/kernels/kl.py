@@ -31,15 +31,15 @@ def kl_estimate(
     Schulman's (http://joschu.net/blog/kl-approx.html), abs (`absolute`) and k3+ (`k3_plus`) verl's,
     and clamped AlpacaFarm's (Dubois et al. 2023, arXiv 2305.14387). The bias depends on the use: as
     an ESTIMATE in rewards and metrics, or as a LOSS differentiated through `logprobs` (arXiv
-    2510.01555). Both tables hold for tokens sampled from the actor itself; for those of an older
-    policy none is unbiased without importance weights.
+    2510.01555). Both tables hold for tokens sampled from the actor itself; for an older policy's
+    tokens none is unbiased without importance weights.
 
         name     value            as an estimate of KL(actor || reference)
         k1       d                unbiased, any sign, high variance
         abs      |d|              biased high: E|d| >= |E d|
         k2       d^2 / 2          biased, correct to second order, >= 0
         k3       exp(-d) - 1 + d  unbiased where unclamped, >= 0, low variance
-        k3+      that of k3       as k3
+        k3+      as k3            as k3
         clamped  max(d, 0)        biased high: E max(d, 0) >= E d
 
         name     expected gradient as a loss
@@ -47,7 +47,7 @@ def kl_estimate(
         abs      of sum |actor - reference| (2 total variations)
         k2       of KL(actor || reference): unbiased
         k3       of KL(reference || actor), the other KL: biased
-        k3+      that of k2: of KL(actor || reference), unbiased
+        k3+      of KL(actor || reference), as k2: unbiased
         clamped  of sum max(actor - reference, 0) (1 total variation)
 
     The second table treats the preceding tokens as fixed: no loss blames a token for leading to
@@ -67,7 +67,7 @@ def kl_estimate(
       estimator: a function of d, which is 0 where mask is 0.
 
     Returns:
-      float32; 0 where mask is 0, and exactly 0 where logprobs == ref_logprobs.
+      float32; 0 where mask is 0, and exactly 0 where the log-probs differ by rounding alone.
     """
     assert_one_shape(logprobs=logprobs, ref_logprobs=ref_logprobs, mask=mask)
     log_ratio = difference_beyond_rounding(

@@ -39,7 +39,7 @@ class PolicyBatch(NamedTuple):
 
 
 class MiniBatchTokens(NamedTuple):
-    """The tokens of all responses of a step, of which the mask selects those of a mini-batch."""
+    """The tokens of all responses of a step; the mask selects the tokens of one mini-batch."""
 
     old_logprobs: Float[Array, "B T"]  # under the policy that sampled
     advantages: Float[Array, "B T"]
@@ -200,10 +200,11 @@ def loss_weights(
                              a small mini-batch; in a large one E[return] up to a factor
 
     Args:
-      action_counts_B: how many tokens of each sample of the whole mini-batch the mask selects, >=
-        0.
+      action_counts_B: how many tokens of each sample the mask selects, >= 0; [B] is the whole
+        mini-batch.
       divisors: returns what divides the losses of each sample's tokens.
-      scale: > 0, in tokens, the same at every step; for seq_mean_token_sum_norm only.
+      scale: > 0, in tokens, the same at every step, such as the longest response allowed; for
+        seq_mean_token_sum_norm only.
     """
     assert action_counts_B.ndim == 1, f"counts of shape {action_counts_B.shape}, expected [B]"
     dtype = jnp.result_type(float)

@@ -101,7 +101,7 @@ def is_constant(
 ) -> Bool[Array, ""]:
     """Return whether rounding explains every difference between the elements that count.
 
-    `size` is that of the largest number that x was computed from, if x is smaller. Extremes are
+    `size` is the largest magnitude that x was computed from, if x is smaller. Extremes are
     compared, because the mean of equal numbers is itself rounded.
     """
     size = jnp.maximum(masked_max(jnp.abs(x), mask), size)

@@ -32,8 +32,8 @@ def full_kl(
 ) -> Float32[Array, " G N"]:
     """Return sum_v p_v (log p_v - log q_v) at each position, q being the reference's p.
 
-    p = softmax(logits / temperature), where logits = hidden @ unembedding.T, soft-capped if so
-    asked. This is the exact KL of the next token given the preceding tokens: the choice of the
+    p = softmax(logits / temperature), where logits = hidden @ unembedding.T, with the soft cap of
+    `options`. This is the exact KL of the next token given the preceding tokens: the choice of the
     sampled token, which is all that the estimators of `kl` see, adds no variance. Summed over
     tokens sampled from the actor, it is an unbiased estimate of a response's KL to the reference.
 
@@ -49,12 +49,12 @@ def full_kl(
         dKL / dz_v = p_v (d_v - sum_u p_u d_u)
 
     It flows to `hidden_GxNxD` and `unembedding_VxD`, the actor's; the reference and the temperature
-    receive none. Cost, precision and arguments are as for `logprobs.token_logprobs`; `options` are
-    those of both models.
+    receive none. Cost, precision and arguments are as for `logprobs.token_logprobs`; `options` hold
+    for both models.
 
     Returns:
-      float32 [G, N] >= 0, in nats; 0 where mask = 0, and exactly 0 where hidden states and
-      unembeddings are equal.
+      float32 [G, N] >= 0, in nats; 0 where mask = 0, and exactly 0 where all log-probs differ by
+      rounding alone.
     """
     assert_widths(hidden_GxNxD, unembedding_VxD)
     assert_widths(ref_hidden_GxNxE, ref_unembedding_VxE)

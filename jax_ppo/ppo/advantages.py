@@ -84,7 +84,8 @@ def critic_values(
 ) -> tuple[Tokens, Float32[Array, " B"]]:
     """Return values in units of reward, and the value that each response bootstraps from.
 
-    That is 0, or the final state's of a truncated response if bootstrapping is configured.
+    The latter is the final state's value for a truncated response if bootstrapping is configured,
+    and 0 otherwise.
     """
     bootstraps = options.algorithm.bootstrap_truncated
     assert outputs.values is not None, "GAE needs a critic's values"
@@ -170,13 +171,13 @@ def critic_metrics(values: Tokens, returns: Tokens, loss_mask: Mask) -> Metrics:
 def map_responses(
     function: Callable[..., Any], arrays: Mapping[str, jax.Array], arguments: Mapping[str, Any]
 ) -> Any:
-    """Call a function for each response, with those of the arrays that its parameters name."""
+    """Call a function for each response, with the arrays that its parameters name."""
     named = inputs_named(function, arrays)
     return jax.vmap(lambda response: function(**response, **arguments))(named)
 
 
 def load_estimator(name: str) -> Callable[..., Any]:
-    """Return the estimator of a value of the option; raise `UserError` if it cannot be loaded."""
+    """Return the estimator that the option names; raise `UserError` if it cannot be loaded."""
     if ":" not in name:
         return ADVANTAGE_ESTIMATORS[name].function
     return plugins.load_plugin(
@@ -189,7 +190,7 @@ def load_estimator(name: str) -> Callable[..., Any]:
 
 
 def figures_read(name: str) -> tuple[str, ...]:
-    """Return the names of the figures that the estimator asks for, by its value of the option."""
+    """Return the names of the figures that the estimator which the option names asks for."""
     return plugins.further_parameters(load_estimator(name), _GIVEN) if ":" in name else ()
 
 
@@ -200,9 +201,9 @@ def critic_free_advantages(
     actions: Mask,
     figures: Mapping[str, Float32[Array, " B"]],
 ) -> tuple[Tokens, Metrics]:
-    """Return advantages without a critic, 0 where the mask is, and a user-defined one's metrics.
+    """Return advantages without a critic, 0 where the mask is, and metrics of a user's estimator.
 
-    Raise `UserError` unless there is one number per response or per token, and metrics are scalars.
+    Raise `UserError` unless it returns one number per response or per token, and scalar metrics.
     """
     name = algorithm.adv_estimator
     function = load_estimator(name)

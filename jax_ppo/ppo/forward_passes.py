@@ -75,7 +75,7 @@ class ForwardOptions:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Return the programs that compute them."""
+        """Return the parts that compute something, each in one program."""
         parts: list[Part] = []
         # Actor and reference share one program, since a full KL needs both outputs of a row.
         if self.runs_policy or self.reference:
@@ -119,7 +119,7 @@ class ForwardOutputs:
     last_values: Float32[Array, " B"] | None = None
     # Log-probs under the teacher; `None` if it gives no rewards.
     teacher_logprobs: Float32[Array, "B T"] | None = None
-    # The policy's, at the sampling temperature; `None` unless it is asked for.
+    # The policy's entropy, at the sampling temperature; `None` unless asked for.
     entropy: Float32[Array, "B T"] | None = None
     # The tokens that the logits and addressed random numbers give; `None` unless asked for.
     drawn: Int32[Array, "B T"] | None = None
@@ -342,10 +342,11 @@ def reward_model_scores(
     packed: PackedRows,
     position: str,
 ) -> Float32[Array, " B"]:
-    """Return the reward model's score of each sample: a decoder's output at one of its last tokens.
+    """Return the reward model's score of each sample.
 
-    An encoder's is that at its first. `sequences` are the rollout, or its texts in the reward
-    model's tokens; `position` is `config.reward.score_position`.
+    It is a decoder's output at one of the sample's last tokens, or an encoder's at the first one.
+    `sequences` are the rollout, or its texts in the reward model's tokens; `position` is
+    `config.reward.score_position`.
     """
     if isinstance(model, Deberta):
         # An encoder's head reads the first token, wherever the text ends.

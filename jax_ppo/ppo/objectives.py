@@ -94,7 +94,7 @@ class UpdateOptions:
 class Weights:
     """Weights of a mini-batch: for each token, [R, L], or for each sample, [B].
 
-    A sample's `loss` and `mean` are those of each of its tokens that the mask contains; its
+    A sample's `loss` and `mean` are given to each of its tokens that the mask selects; its
     `sequence` is divided among all its tokens, prompt included.
     """
 
@@ -137,7 +137,7 @@ class RolloutObjective:
     def token_weights(
         self, rows: Rows, weights: Weights, mask_BxT: Bool[Array, "B T"] | None = None
     ) -> Weights:
-        """Return the weights of the tokens of some rows, [R, L], from those of their samples."""
+        """Return the weights of the tokens of some rows, [R, L], from their samples' weights."""
         mask = rows.mask
         if mask_BxT is not None:
             mask &= mask_BxT[rows.samples, rows.steps]
@@ -177,7 +177,7 @@ class ActorObjective(RolloutObjective):
         return metrics | dict.fromkeys(self.plugin_metrics, Metric.MEAN)
 
     def weigh(self, batch: MiniBatches) -> tuple[Weights, Weights | None]:
-        """Return the samples' weights in the policy's loss and in that of a shared critic."""
+        """Return the samples' weights in the policy loss, and in a shared critic's value loss."""
         value_weights = None
         if self.options.shares_trunk:
             value_weights = self.sample_weights(batch, self.experience.value_mask)
@@ -312,7 +312,8 @@ def count_learned_tokens(
 ) -> Int32[Array, " B"]:
     """Return the number of tokens of each sample that a mini-batch learns from.
 
-    They are the mask's or all action tokens; none of samples that are outside or excluded.
+    They are the tokens that the mask selects, by default all action tokens; samples that are
+    outside the mini-batch, or excluded from all losses, have none.
     """
     counted_BxT = experience.action_mask if mask_BxT is None else mask_BxT
     return jnp.where(batch.members & experience.sample_mask, counted_BxT.sum(1), 0)

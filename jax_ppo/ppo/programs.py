@@ -128,7 +128,7 @@ PROGRAMS: tuple[StepProgram, ...] = (
 
 
 def planned_programs(step: StepParts) -> tuple[StepProgram, ...]:
-    """Return the programs of known shapes: not those of a reward model with another tokenizer."""
+    """Return a step's programs of known shapes: all but a reward model's with another tokenizer."""
     return tuple(
         program
         for program in PROGRAMS
@@ -147,8 +147,8 @@ def take_step_on_shapes(
 ) -> None:
     """Take a step and, if there is one, the next; call it inside `run_on_shapes`.
 
-    `state` has shapes, those of both steps. `batches` are for these steps alone: their position
-    changes. The second step compiles only what reads something that the first one left.
+    `state` holds shapes, which both steps share. `batches` are for these steps alone: their
+    position changes. The second step compiles only what reads something that the first one left.
     """
     rules = _RewardShapes(**vars(parts.rules), reads_rollout=parts.reads_rollout)
     parts = dataclasses.replace(
@@ -169,9 +169,9 @@ class _Unobserved:
 
 @dataclasses.dataclass(frozen=True)
 class _RewardShapes(RuleScorer):
-    """Rules that apply nothing: the shapes of the rewards of a rollout."""
+    """Stands in for rules: returns the shapes of a rollout's rewards, and applies none."""
 
-    # Whether a reward model reads the sampled tokens: the shapes of others depend on the texts.
+    # Whether a reward model reads the sampled tokens: other inputs have unknown shapes.
     reads_rollout: bool = True
 
     def score(self, batch: PromptBatch, rollout: Rollout) -> RuleRewards:

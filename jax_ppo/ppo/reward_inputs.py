@@ -90,7 +90,7 @@ def make_reward_inputs(
                 )
         ends = (*net.architecture.eos_ids, tokenizer.eos_token_id)
     else:
-        # The model reads texts, which its tokenizer reads.
+        # The model reads the decoded texts, in the tokens of its tokenizer.
         reader = _make_reader(options, net, tokenizer, prompts_are_chats)
         meshes.validate_architecture(mesh, net.architecture, is_encoder=is_encoder)
         lines.append(

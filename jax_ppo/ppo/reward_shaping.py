@@ -84,7 +84,7 @@ class Estimates(NamedTuple):
 
     advantages: Tokens
     returns: Tokens | None
-    size: float | Float32[Array, ""] = 0.0  # that of the largest number they were computed from
+    size: float | Float32[Array, ""] = 0.0  # the largest magnitude they were computed from
 
 
 def shape_rewards(

@@ -327,7 +327,8 @@ def gather_samples(
 ) -> dict[str, np.ndarray]:
     """Return figures of all processes' samples, float32 [B] by name, NaN where one has none.
 
-    `per_sample` has [b] by name, not everywhere the same names, of rows `indices` of B = `total`.
+    `per_sample` has arrays [b] by name, of the rows `indices` of B = `total`. Processes may have
+    different names.
     """
     # Arrays can only be exchanged once all processes agree on their columns.
     names = sorted(set().union(*distributed.allgather_json(sorted(per_sample))))

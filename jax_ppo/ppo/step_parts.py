@@ -62,7 +62,7 @@ class StepParts:
     engine: RolloutEngine  # generates responses, with the parameters that `policy_params` returns
     sampling: SamplingOptions  # how it samples for training (`rollout`)
     total_steps: int  # number of steps of the whole run; 0 where nothing is trained
-    # Whether a reward model, if any, reads the sampled tokens: others' shapes depend on texts.
+    # Whether a reward model, if any, reads the sampled tokens: other inputs have unknown shapes.
     reads_rollout: bool
 
     training: PromptDataset  # the prompts that the actor is trained on

@@ -133,7 +133,9 @@ class Checkpointer:
         meta: dict,
         metrics: dict[str, float | None] | None = None,
     ) -> None:
-        """Copy the arrays and return; they are written in the background. Once for each step.
+        """Copy the arrays and return; they are written in the background.
+
+        Saving the same step again does nothing.
 
         Args:
           step: number of the checkpoint.

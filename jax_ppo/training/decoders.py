@@ -22,7 +22,7 @@ from jax_ppo.runtime.parallelism.split_attention import num_row_parts
 
 
 def packed_row_length(packing: PackingOptions, attention: str, longest: int, parts: int) -> int:
-    """Return L, the tokens of a packed row, which `parts` devices split, at least `longest`."""
+    """Return L, the tokens of a packed row, which `parts` devices split: `longest` or more."""
     return packing.row_length or round_row_length(attention, _platform(), longest, parts)
 
 
@@ -108,7 +108,7 @@ def _platform() -> str:
 
 
 def _gpu_generation() -> int | None:
-    """Return the compute capability's major part of NVIDIA GPUs here, if JAX compiles for them."""
+    """Return the major compute capability of NVIDIA GPUs here; `None` for any other target."""
     backend = jax.extend.backend.get_backend()
     if _platform() != "cuda" or target_platform() != backend.platform:
         return None

@@ -55,7 +55,7 @@ def make_optimizer(options: Optim, grad_clip: float) -> optax.GradientTransforma
 
 
 def rounding_seed(options: Optim, seed: int) -> int:
-    """Return the seed if anything is stored in bfloat16, else 0: other runs share programs."""
+    """Return the seed if anything is stored in bfloat16, else 0, so that seeds share programs."""
     stored = (options.param_dtype, options.moments_dtype, options.gradient_dtype)
     return seed if "bfloat16" in stored else 0
 
@@ -65,8 +65,8 @@ def rounding_keys(
 ) -> tuple[jax.Array, jax.Array]:
     """Return two keys for the next optimizer step: for what it stores, and for its gradient sum.
 
-    They follow from the steps taken, so that a resumed run continues with the same noise. `stream`
-    numbers what is trained; `opt_state` is the state before the step.
+    They depend on the number of steps taken, so that a resumed run continues with the same noise.
+    `stream` numbers what is trained; `opt_state` is the state before the step.
     """
     stream_key = jax.random.fold_in(jax.random.key(seed), stream)
     count = optax.tree.get(opt_state, "count")
@@ -88,12 +88,12 @@ def learning_rate(options: Optim, step: int | jax.Array, total_steps: int) -> ja
 
 
 def constant_rate(options: Optim, decay_steps: int) -> optax.Schedule:
-    """Return the schedule of a rate that stays."""
+    """Return the schedule of a constant rate."""
     return optax.constant_schedule(options.lr)
 
 
 def linear_rate(options: Optim, decay_steps: int) -> optax.Schedule:
-    """Return the schedule of a rate that falls in a line."""
+    """Return the schedule of a rate that falls linearly."""
     return optax.linear_schedule(options.lr, options.lr * options.min_lr_ratio, decay_steps)
 
 
@@ -141,7 +141,7 @@ def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
     A value at a share p of the way between two neighbours becomes the farther one from zero with
     probability p, in steps of 2^-16 of their distance. Rounding to nearest would lose each change
     below half of that distance (2^-9 of the value), such as most steps of an optimizer. Infinities
-    and NaN are kept. The result depends on key, values and shape, on no mesh.
+    and NaN are kept. The result depends on key, values and shape, not on the mesh.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     noise = _hash_positions(x.shape, key) >> _DROPPED_BITS
@@ -193,7 +193,7 @@ def store_like(tree: Any, stored: Any, key: jax.Array) -> Any:
 
 
 def gradient_shapes(params: Any, dtype: str) -> Any:
-    """Return shapes and shardings of a sum of gradients; "float32" widens those of bfloat16."""
+    """Return shapes and shardings of a sum of gradients; "float32" widens bfloat16 parameters'."""
 
     def shape(x: Any) -> jax.ShapeDtypeStruct:
         # Wider parameters, such as float64 in a comparison, keep their precision.

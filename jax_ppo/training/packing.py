@@ -230,7 +230,7 @@ def to_rows(values_BxT: jax.Array, rows: Rows) -> Float[Array, "R L"]:
 
 
 def sample_sums(values_RxL: Float[Array, "R L"], rows: Rows, samples: int) -> Float[Array, "R L"]:
-    """Return at each action token the sum over those of its response, which the rows hold whole."""
+    """Return at each action token the sum over its response; these rows hold whole responses."""
     masked_RxL = jnp.where(rows.mask, values_RxL, 0)
     # A sum by sample, not by row: a row holds several responses.
     sums_B = jnp.zeros(samples, values_RxL.dtype).at[rows.samples].add(masked_RxL)

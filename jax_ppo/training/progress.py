@@ -24,7 +24,7 @@ class Progress:
     evaluation_pending: bool = False
     # When the run was started for the first time, in seconds since 1970.
     started_at: float = dataclasses.field(default_factory=time.time)
-    # Of the steps that still count: neither repeated after an interruption nor without an update.
+    # Seconds of steps that still count: not repeated after an interruption, not without an update.
     kept_seconds: float = 0.0
     # By kind, `text`, `first_step`, `last_step` and `count` of a warning.
     warnings: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
@@ -44,7 +44,7 @@ class Progress:
         return known is None
 
     def warning_texts(self) -> list[str]:
-        """Return the warnings so far; how often each was repeated, and the last step."""
+        """Return the warnings so far, repeated ones with their number and last step."""
         return [
             warning["text"]
             + f"\n({warning['count']} times, last in step {warning['last_step']})"

@@ -29,7 +29,8 @@ class Export:
     """How the end of a run exports a role, to the folder of its name in the work directory."""
 
     adapter_folder: str
-    is_wanted: Callable[[Config], bool] = lambda config: True  # of a run that exports its models
+    # Whether a run that exports its models exports this one.
+    is_wanted: Callable[[Config], bool] = lambda config: True
     left_out: str  # the head that a shared trunk has for another role
     merges_adapters: bool = False  # into their base, besides
     per_token: bool = False  # it is read as a token classifier with one label
@@ -50,7 +51,7 @@ class ModelRole:
     shared_head: str = ""  # likewise where the critic is a head of its trunk
     # Returns the head to load, of its section and its folder, if that depends on them.
     loaded_head: Callable[[Any, Path | None], str] | None = None
-    reads_actors_tokens: bool = False  # a tokenizer in its folder must have that vocabulary
+    reads_actors_tokens: bool = False  # a tokenizer in its folder must have the actor's
     holds_base: bool = False  # whether it has all weights, even where other roles have adapters
     param_offload: str = ""  # the option that keeps its parameters in the host's memory, if any
     section: str = ""  # the section of the options that trains it; empty if it is always frozen
@@ -164,7 +165,7 @@ class RunRole:
 
 
 def resolve_roles(config: Config) -> tuple[RunRole, ...]:
-    """Return what the options say of each role, also of those that the run does not have."""
+    """Return what the options say of each role, also of roles that the run does not have."""
     roles = []
     for entry in ROLES:
         options: Actor | Critic | None = getattr(config, entry.section) if entry.section else None

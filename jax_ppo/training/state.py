@@ -95,7 +95,7 @@ def trained_trees(state: TrainState) -> dict[str, Any]:
 
 
 def assemble_state(trained: dict[str, Any], *, step: Any, frozen: dict[str, Any]) -> TrainState:
-    """Return the state, or its shapes, of the trees that `trained_trees` names and the others."""
+    """Return the state, or its shapes, from `trained_trees`' trees and frozen ones by role."""
     models = {name: x for name, x in trained.items() if name not in ("optimizer", "control")}
     return TrainState(
         step=step,

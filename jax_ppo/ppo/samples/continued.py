@@ -66,9 +66,9 @@ def choose_prompts(
 ) -> np.ndarray | None:
     """Return the places in the pool of the `count` prompts that leave it, the oldest first.
 
-    `None` if those that must leave, `max_staleness` steps after they entered, are not complete, or
-    not enough others are. `ended`, bool [prompts, n], says which responses are complete, `batches`,
-    int [prompts], with which batch each prompt came; `step` counts from 0.
+    `None` if a prompt that must leave, `max_staleness` steps after it entered, is not complete, or
+    if fewer than `count` are. `ended`, bool [prompts, n], says which responses are complete,
+    `batches`, int [prompts], with which batch each prompt came; `step` counts from 0.
     """
     complete = np.asarray(ended.all(1))
     must_leave = entry_steps(batches) <= step - max_staleness

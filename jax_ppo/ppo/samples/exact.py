@@ -7,8 +7,8 @@ with its addressed random numbers. Where another token is drawn, it takes the pl
 the response continues from there, and all are read again, until no token differs.
 
 Other lengths are packed in other rows, where a token whose draw is nearly a tie may be drawn
-differently again, without end. Responses stay once they come back as they were read before, or
-after a pass for each of their tokens: their log-probs are the update's in any case.
+differently again, without end. So responses are final once they equal some that were read before,
+or after as many passes as a response can have tokens: their log-probs are the update's in any case.
 """
 
 import dataclasses

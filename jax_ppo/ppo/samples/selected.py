@@ -48,7 +48,7 @@ class SelectedSource(SampleSource):
         filters = parts.config.algorithm.filter_groups
         selected: Selected | None = None
         draws: list[RuleRewards] = []
-        # Of all draws: groups with equal rewards, tokens, and those that slots could sample.
+        # Over all draws: groups with equal rewards, tokens, and those that slots could have drawn.
         counts: collections.Counter[str] = collections.Counter()
         filled = 0
         for draw in range(filters.max_num_gen_batches if filters.enable else 1):
@@ -83,7 +83,7 @@ class SelectedSource(SampleSource):
 
 
 def choose_groups(differs: np.ndarray, filled: int) -> tuple[np.ndarray, int]:
-    """Choose a step's groups from those it has, of which the first `filled` stay, and drawn ones.
+    """Choose a step's groups: the first `filled` of its present ones stay, drawn ones are added.
 
     `differs`, bool [G], says whether the rewards of a drawn group differ. Places that no such group
     fills hold drawn groups with equal rewards. Return int [G], indices into the G groups of the
@@ -115,7 +115,7 @@ def choose_responses(scores_Gxn: np.ndarray, keep: int, by: str) -> np.ndarray:
 
 
 def is_uniform(figures_Gxk: np.ndarray) -> np.ndarray:
-    """Return whether the figures of each group are equal up to rounding, bool [G], but for NaN."""
+    """Return whether each group's figures, NaN aside, are equal up to rounding, bool [G]."""
     known = ~np.isnan(figures_Gxk)
     highest = np.where(known, figures_Gxk, -np.inf).max(axis=1)
     lowest = np.where(known, figures_Gxk, np.inf).min(axis=1)

@@ -29,7 +29,7 @@ BATCHES_IN_POOL = 2  # of prompts
 
 
 class SampledBatch(NamedTuple):
-    """Prompts with their responses, which may still be being sampled."""
+    """Prompts with their responses; the mesh may still be sampling them."""
 
     batch: PromptBatch
     rollout: Rollout
