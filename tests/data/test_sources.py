@@ -208,6 +208,8 @@ def test_slices_are_those_of_python_and_may_end_after_every_file(tmp_path):
         assert len(read_examples(f"{path}[1:{end}]")) == 2
     with pytest.raises(UserError, match="has no rows"):
         read_examples(f"{path}[{'9' * 18}:]")
+    with pytest.raises(UserError, match="expected files"):
+        read_examples(f"{path}[1:{'9' * 19}]")
     with pytest.raises(UserError, match="File name too long"):
         read_examples(f"{path}[{'9' * 5000}:]")
 
