@@ -88,8 +88,8 @@ class HTTPClient:
     ) -> Any:
         """Return the reply to JSON; repeat the request after faults that may be temporary.
 
-        `route` is appended to the path of the address. Unless `is_repeatable`, as the server may
-        have acted on a repeated request, only refusals are followed by another attempt. `read`
+        `route` is appended to the path of the address. Only refusals are followed by another
+        attempt unless `is_repeatable`: after other faults the server may have acted. `read`
         extracts the result from a JSON value, or from text that is not JSON; its `ValueError` is a
         fault. Raise `RequestFault` if no attempt succeeded.
         """

@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> None:
 
 
 def read_plan_arguments(arguments: list[str]) -> tuple[Config, Topology, set[str]]:
-    """Return options, machine, --json, --arithmetic if set; raise `UserError` for wrong ones."""
+    """Return the options, the machine and the flags; raise `UserError` for wrong ones."""
     plan_flags: dict[str, str] = {}
     train_arguments = []
     for argument in arguments:

@@ -62,7 +62,7 @@ class Columns:
     prompt: str = ""  # column of the prompt
     response: str = ""  # the response to imitate, or its entry in extra_info of verl's form
     ground_truth: str = ""  # column of the reference answer
-    reads_responses: bool = True  # they are trained on, so that they must be unambiguous
+    reads_responses: bool = True  # whether they are trained on, so must be unambiguous
 
 
 def ignored_columns(names: Iterable[str], columns: Columns) -> list[str]:

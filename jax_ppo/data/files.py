@@ -267,7 +267,7 @@ def _parse_json(text: str, location: str) -> Any:
 
 
 def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; raise `UserError` if two values have one name: readers take either."""
+    """Return a JSON object; raise `UserError` if two values have the same name."""
     unique = dict(pairs)
     if len(unique) < len(pairs):
         names = [name for name, _ in pairs]

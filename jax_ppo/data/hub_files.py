@@ -28,7 +28,8 @@ _SMALL_FILES = ["README.md", ".gitattributes"]
 def fetch_hub_files(location: str, option: str) -> list[Path]:
     """Return the local paths of the files that a location names, downloaded if necessary.
 
-    Raise `UserError` for another form, file or split, `HubError` if the data set is unavailable.
+    Raise `UserError` if the location has another form, or there is no such file or split, and
+    `HubError` if the data set is unavailable.
     """
     if has_suffix(location):
         if match := _FILE.fullmatch(location):

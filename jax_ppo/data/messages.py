@@ -185,7 +185,7 @@ def drop_missing(value: Any) -> Any:
 
 
 def response_text(message: dict[str, Any], location: str, name: str, is_learned: bool) -> str:
-    """Return the assistant's text; raise `UserError` if it `is_learned` and there is more."""
+    """Return a message's text; raise `UserError` if one that `is_learned` has more than that."""
     if is_learned and (beside := [key for key in _SAID_BESIDE if message.get(key)]):
         raise UserError(
             f"{location}: the last message of {name} has {beside[0]} besides its content, which is "

@@ -34,7 +34,7 @@ class RewardInputEncoder:
     ) -> None:
         """Create the encoder of a form; `with_eos` says whether a "text" ends in an EOS.
 
-        Raise `ValueError` if the tokenizer lacks the form, or `longest` is too short for an input.
+        Raise `ValueError` if the tokenizer does not support the form, or `longest` leaves no room.
         """
         if form == "chat" and not tokenizer.chat_template:
             raise ValueError("its tokenizer has no chat template")

@@ -173,7 +173,10 @@ def evaluation_batches(dataset: PromptDataset, batch_size: int) -> Iterator[Prom
 def make_batch(
     dataset: PromptDataset, indices: np.ndarray, count: int, width: int | None = None
 ) -> PromptBatch:
-    """Return the batch of rows `indices`, `count` of them real; by default of `bucket_width`."""
+    """Return the batch of rows `indices`, the first `count` of them real.
+
+    It has `width` columns, by default as many as `bucket_width` says.
+    """
     rows = [dataset.tokens[index] for index in indices]
     lengths = np.array([len(row) for row in rows], np.int32)
     width = width or bucket_width(int(lengths.max()), dataset.max_prompt_length)

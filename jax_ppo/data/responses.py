@@ -91,8 +91,8 @@ def tokenize_responses(
     """Encode every example that `validate_responses` has accepted for the same fields.
 
     Responses that are empty or, with the EOS, longer than `max_response_length` tokens are dropped,
-    and their numbers logged. Raise `UserError` as `tokenize_prompts`, or without usable response or
-    EOS.
+    and their number is logged. Raise `UserError` as `tokenize_prompts` does, if no example is
+    usable, or if the tokenizer has no EOS.
     """
     if tokenizer.eos_token_id is None:
         raise UserError(f"{name}: the tokenizer has no EOS token to end responses with")

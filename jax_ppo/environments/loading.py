@@ -103,7 +103,7 @@ def _try(setting: str, call: Callable[..., Any], *arguments: Any) -> Any:
 def describe_tools(
     environment_class: Callable[..., Any] | None, examples: list[Example]
 ) -> list[Example]:
-    """Describe tools, if any, in the examples; raise `UserError` for a prompt that is no chat."""
+    """Describe tools, if any, in the examples; raise `UserError` for a plain-text prompt."""
     if isinstance(environment_class, ToolEnvironment):
         return environment_class.describe(examples)
     return examples
@@ -136,7 +136,7 @@ def make_environment(
     examples: Sequence[Example],
     chat_template: ChatTemplate = True,
 ) -> HostEnvironment:
-    """Construct the environment of the training, then held-out examples for the decode loop.
+    """Construct the environment for the decode loop; training examples come before held-out ones.
 
     Raise `UserError` if the template does not render observations as the options want.
     """

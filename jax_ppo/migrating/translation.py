@@ -107,7 +107,7 @@ def _quote_for_shell(value: str) -> str:
 
 
 def translate(framework: str, text: str) -> Translation:
-    """Translate a command of "verl", "trl" or "openrlhf", which a backslash continues.
+    """Translate a command of "verl", "trl" or "openrlhf", continued by backslashes.
 
     The text may also be the path of a shell script that contains the command. Raise `UserError` if
     the framework is unknown, or the text is not a command.

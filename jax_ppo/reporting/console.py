@@ -34,7 +34,7 @@ class Column:
     format: str  # format specification of the number, such as ".3f"
     label: str = ""  # text before the number, including its separating space
     unit: str = ""  # text after the number, including its separating space
-    optional: bool = False  # without the metric, or with NaN, left out instead of a dash
+    optional: bool = False  # without a value the column is left out, not a dash
 
 
 def print_on_main(text: str) -> None:

@@ -79,7 +79,10 @@ def to_json_value(value: Any) -> Any:
 
 
 def write_samples(workdir: Path, kind: str, step: int, records: list[dict[str, Any]]) -> None:
-    """Write a step's "training" or "evaluation" samples over its file; NaN, inf become null."""
+    """Write or replace the samples of a step; `kind` is "training" or "evaluation".
+
+    NaN and infinities become null.
+    """
     folder = workdir / SAMPLES_FOLDER
     folder.mkdir(exist_ok=True)
     lines = (to_json_value({"step": step} | record) for record in records)

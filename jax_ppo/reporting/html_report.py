@@ -35,11 +35,11 @@ STATE_FILE = "report.json"  # what the page says of a run and no other file has
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """One plot of metrics by legend entry, with its unit; "eval/..." are of evaluations."""
+    """One plot of metrics over the steps."""
 
     title: str
-    unit: str
-    curves: dict[str, str]
+    unit: str  # of the vertical axis
+    curves: dict[str, str]  # metrics by legend entry; "eval/NAME" is of evaluations
 
 
 class RunSamples:
@@ -55,7 +55,10 @@ class RunSamples:
             self.add(kind, step, records)
 
     def add(self, kind: str, step: int, records: Sequence[dict[str, Any]]) -> None:
-        """Show records of "training" or "evaluation"; of the former, also distributions."""
+        """Show records of responses; of training, also distributions of scores and lengths.
+
+        `kind` is "training" or "evaluation".
+        """
         if not records:
             return
         shown_records = list(records[:SHOWN_SAMPLES])
@@ -106,7 +109,7 @@ class HTMLReport:
 def write_comparison(workdirs: Sequence[Path], path: Path) -> None:
     """Write one page about runs; the names of their folders, or else the paths, name them.
 
-    Raise `UserError` if a folder is no work directory, or the file cannot be written.
+    Raise `UserError` if a folder is not a work directory, or the file cannot be written.
     """
     runs = []
     for workdir in workdirs:

@@ -66,7 +66,7 @@ class Journal:
     ) -> None:
         """Open the logs, which continue after the step that the progress has reached.
 
-        `options` are all, by section; config.json keeps its own if no step is left.
+        `options` are all options, by section; config.json keeps its own if no step is left.
         """
         self.progress = progress
         # No step is left that would read other options.

@@ -98,7 +98,7 @@ def _validate_rows(path: Path) -> None:
 
 
 class MetricsLog(contextlib.ExitStack):
-    """Writer of step metrics to training_metrics.csv and the loggers; its end closes them all."""
+    """Writer of step metrics to training_metrics.csv and loggers, closed as its context ends."""
 
     def __init__(
         self,

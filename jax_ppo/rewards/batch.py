@@ -81,7 +81,7 @@ def score_batch(
 ) -> ScoredBatch:
     """Score n responses, each for its example.
 
-    `tokens` are those of the responses, if known; `thoughts` are the marks of thoughts that the
+    `tokens` has each response's tokens, if known; `thoughts` are the marks of thoughts that the
     prompts have opened, or "". A sample that cannot be scored affects no other and gets
     `fallback_score`; such samples are counted, and the first is logged with its traceback. Raise
     `ValueError` if the numbers of responses and examples differ.
@@ -146,7 +146,7 @@ def _score_samples(
 
 
 def _report_unread_values(results: Sequence[RewardResult]) -> None:
-    """Log what a user-defined function returned and is not read, or did not return."""
+    """Log which results of a user-defined function are not read, and which are missing."""
     for name in sorted({name for result in results for name in result.ignored}):
         _warn_once(f"returned {name!r}, which is not a number: it is not reported")
     if missing := sum(result.is_missing for result in results):

@@ -129,7 +129,7 @@ def failure_of(error: BaseException) -> ScoringFailure:
 
 
 def validate_result(result: RewardResult, response: str) -> RewardResult:
-    """Return a result; raise `UserError` unless float32 holds it and steps end in the response."""
+    """Return a result; raise `UserError` if a number is not finite or a step ends past the text."""
     # Written so that NaN fails too.
     if not abs(result.score) <= LARGEST_SCORE:
         raise UserError(f"the score is {result.score}; expected a finite float32")

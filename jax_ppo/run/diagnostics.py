@@ -396,7 +396,7 @@ class Diagnosis:
         self._history = collections.deque[dict[str, float]](maxlen=longest)
 
     def observe(self, metrics: dict[str, float], misses: Sequence[str] = ()) -> dict[str, str]:
-        """Record the next step, with wrong responses; return messages of its problems, by name."""
+        """Record a step, whose wrong responses `misses` describe; return its problems by name."""
         self._history.append(metrics)
         if self.first_kl is None:
             self.first_kl = metrics.get("kl/reference", 0.0)

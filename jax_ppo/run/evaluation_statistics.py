@@ -61,8 +61,8 @@ def majority_at_k(correct_N: np.ndarray, answers_N: np.ndarray, sizes: list[int]
 def _ways_to_lose(counts: list[int], votes: int, largest: int) -> np.ndarray:
     """Count the choices of n <= largest wrong responses, `counts` of each wrong answer.
 
-    Return [ties, n]: those in which `ties` wrong answers have `votes`, as the right one, and none
-    more.
+    Return their numbers, [ties, n]: exactly `ties` wrong answers have as many votes as the right
+    one, `votes`, and none has more.
     """
     ways = np.zeros((1 + largest // votes, 1 + largest))
     ways[0, 0] = 1

@@ -58,7 +58,7 @@ class Training(Protocol[JournalT]):
         """Return the journal, which writes the reports of the run."""
 
     def step_on_shapes(self, progress: Progress) -> Callable[[], object]:
-        """Return what takes the next step on shapes, in a thread, and so compiles its programs."""
+        """Return a function that takes the next step on shapes, which compiles its programs."""
 
     def load_state(self, checkpoints: Checkpointer, step: int) -> Any:
         """Return the state of the checkpoint after `step` steps; at step 0, a new state."""
@@ -76,7 +76,10 @@ class Training(Protocol[JournalT]):
         journal: JournalT,
         before_batch: Callable[[], None] = lambda: None,
     ) -> Quality:
-        """Evaluate and report a state after `completed_steps`; `before_batch` may raise."""
+        """Evaluate the state after `completed_steps`, and report the result.
+
+        `before_batch` is called before each batch; it may raise to end the evaluation.
+        """
 
     def checkpoint_trees(self, state: Any) -> dict[str, Any]:
         """Return the trees of arrays that a checkpoint holds, by name."""

@@ -89,7 +89,7 @@ class PPOTraining:
         return Reporter(self._run, workdir, progress, compiled)
 
     def step_on_shapes(self, progress: Progress) -> Callable[[], object]:
-        """Return what takes the next step on shapes, for the length bucket of its prompts."""
+        """Return a function that takes the next step on shapes, in its prompts' length bucket."""
         run = self._run
         batches = run.batches(progress.position)
         return functools.partial(

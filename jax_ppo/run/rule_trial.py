@@ -78,7 +78,7 @@ def try_rule(
 def count_perfect_answers(
     examples: Sequence[Example], options: Reward
 ) -> tuple[int, int, tuple[str, ...]]:
-    """Try a perfect answer to each row; return how many, how many right, and rules without one."""
+    """Try perfect answers to rows; return how many, how many are right, and rules without any."""
     if options.function or (options.url and not options.terms):
         return 0, 0, (options.function or JUDGE,)
     terms = options.parsed_terms

@@ -79,7 +79,10 @@ def load_examples(
 def make_parser(
     data: Data, response_key: str | None = None
 ) -> Callable[[dict[str, Any], str], Example]:
-    """Return what makes a row and its location an example; `UserError` for a bad template."""
+    """Return a function of a row and its location that returns the example.
+
+    Raise `UserError` for a bad template.
+    """
     columns, template = _columns(data, response_key), read_template(data.prompt_template)
 
     def parse(row: dict[str, Any], location: str) -> Example:
