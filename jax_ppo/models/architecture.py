@@ -75,7 +75,7 @@ class Architecture:
     # Latent blocks (latent_attention.py).
     latent_size: int = 0  # width of what keys and values of a token are computed from
     query_latent_size: int | None = None  # of queries; `None`: they have no latents
-    # The part of `head_dim` that is rotated, the last numbers; keys share it between heads.
+    # How many numbers at the end of each head are rotated; all heads of keys share them.
     rope_head_dim: int = 0
     value_head_dim: int = 0
 

@@ -28,7 +28,7 @@ MAX_ROUNDING = 1 / 8  # rounding a row up to a larger block may add at most this
 
 
 class AttentionFacts(NamedTuple):
-    """What decides which attention programs can run for whole sequences."""
+    """The facts that decide which attention programs can run for whole sequences."""
 
     platform: str  # "cpu", "cuda", "rocm" or "tpu"
     dtype: DTypeLike  # of the computation

@@ -11,8 +11,8 @@ that the program reads without rearranging it:
     tpu    both [B, S, K, d]; reads all columns
     cudnn  the layout of tpu, on NVIDIA with 16-bit types; reads each row up to its end
 
-Reading a part of an array copies it first, which on a CPU costs less than reading everything. A GPU
-would also have to wait in each layer until the host has chosen the part.
+Reading a part of an array copies it first, which costs less than reading everything on CPUs alone.
+On a GPU, each layer would also have to wait until the host has chosen the part.
 """
 
 import functools
@@ -211,7 +211,7 @@ def pad_rows(x: jax.Array, rows: int) -> jax.Array:
 
 
 def read_widths(length: int) -> tuple[int, ...]:
-    """Return the widths that a CPU may read of `length` columns (S); it takes the least one."""
+    """Return the widths, of `length` columns (S), that a CPU may read; it reads the least one."""
     parts = {-(-length >> i) for i in (1, 2, 3) if length >> i >= MIN_READ_WIDTH}
     return tuple(sorted({length} | parts))
 
@@ -233,7 +233,7 @@ def _attend_up_to_longest(
 
     # The widths are fixed when compiled; the longest row chooses among them at each step.
     *shorter, whole = read_widths(values_BxKxSxd.shape[2])
-    # Without, a sum over an empty array makes jax 0.11.2's compiler crash on several devices.
+    # A switch on the sum of an empty array crashes jax 0.11.2's compiler on several devices.
     if not shorter:
         return read(whole, q_bx1xHxd, keys_BxKxdxS, values_BxKxSxd)
     branch = jnp.sum(columns_b.max() >= jnp.array(shorter, jnp.int32))

@@ -70,7 +70,7 @@ def relative_buckets(distance: np.ndarray, a: DebertaArchitecture) -> np.ndarray
     """Return the rows of these distances in the table of relative positions, int32.
 
     With log_buckets, each distance up to S / 2 has a separate row. Beyond, rows cover ranges that
-    grow geometrically up to max_relative_distance, and the last one everything farther.
+    grow geometrically up to max_relative_distance, and the last row covers everything farther.
     """
     span = a.relative_span
     bucket = distance
@@ -88,7 +88,8 @@ def relative_buckets(distance: np.ndarray, a: DebertaArchitecture) -> np.ndarray
 def align_distances(by_distance: Float[Array, "... T twoT"]) -> Float[Array, "... T T"]:
     """Move entry (i, j - i + T - 1) of [..., T, 2T] to (i, j) of [..., T, T].
 
-    No gather: in rows one entry shorter, each begins one column further left than the last.
+    This needs no gather: in rows that are one entry shorter, each one begins one column further
+    left than the row before.
     """
     *lead, T, _ = by_distance.shape
     # Dropping T - 1 entries in front and one at the end leaves T rows of 2T - 1.

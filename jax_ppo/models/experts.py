@@ -86,7 +86,7 @@ class ExpertMLP(nn.Module):
         if a.sigmoid_router:
             zeros = nn.initializers.zeros
             correction = self.param(CORRECTION_BIAS, zeros, (a.num_experts,), jnp.float32)
-        # A group counts as its best two experts do together in DeepSeek-V3, as its best one in V2.
+        # A group's value is the sum of its best two experts' in DeepSeek-V3, its best one's in V2.
         limit = functools.partial(
             limit_to_groups,
             groups=a.router_groups,
@@ -234,7 +234,7 @@ def run_experts(
 ) -> jax.Array:
     """Return the weighted sum of the experts' outputs for each token, [R, L, D] in `dtype`.
 
-    `projections` are those of consecutive experts from `first_expert` on; others add nothing.
+    `projections` belong to consecutive experts from `first_expert` on; others add nothing.
     """
     k = experts_RxLxk.shape[-1]
     D = x_RxLxD.shape[-1]

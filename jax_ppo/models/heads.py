@@ -37,7 +37,8 @@ def init_params(model: Transformer, key: jax.Array, head: str) -> Params:
 def param_shapes(model: Transformer, head: str) -> Params:
     """Return the shapes and types of the parameters that `init_params` returns.
 
-    No array is created; traces take tens of milliseconds and are cached, for the remedies.
+    No array is created. A trace takes tens of milliseconds and is cached, because the remedies for
+    too little memory ask for the same shapes many times.
     """
     return jax.tree.map(lambda x: x, _traced_shapes(model, head))  # dicts for the caller to change
 

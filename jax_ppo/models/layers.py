@@ -57,9 +57,9 @@ class LayerKind(NamedTuple):
 
     is_local: Flag  # it has a sliding window
     is_rotated: Flag  # it has a rotary embedding
-    is_linear: Flag = False  # it has a Gated DeltaNet or a short convolution in place of attention
-    is_dense: Flag = False  # it has one of the MLPs of `Architecture.dense_layers`
-    is_shared: Flag = False  # it reads the keys and values of an earlier layer
+    is_linear: bool = False  # it has a Gated DeltaNet or a short convolution in place of attention
+    is_dense: bool = False  # it has one of the MLPs of `Architecture.dense_layers`
+    is_shared: bool = False  # it reads the keys and values of an earlier layer
 
 
 class LayerInputs(NamedTuple):
@@ -205,8 +205,8 @@ class Attention(DecoderModule):
     ) -> tuple[jax.Array, Columns]:
         """Return the output [B, T, D], and keys and values or the cache with these tokens.
 
-        A layer that shares keys and values gets the earlier layer's as its cache; those of whole
-        sequences are [B, T, K, d], and `columns_B` is then `None`.
+        A layer that shares keys and values gets the earlier layer's as its cache; for whole
+        sequences these are [B, T, K, d], and `columns_B` is `None`.
         """
         a = self.options.architecture
         is_shared = a.shared_layers > 0 and kind.is_shared
@@ -251,7 +251,10 @@ class Attention(DecoderModule):
     def _queries(
         self, x_BxTxD: jax.Array, num_kv_heads: int, width: int
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Return queries [B, T, H, d], with heads of zeros added for the mesh, and any gates."""
+        """Return queries [B, T, H, d], and gates like them, `None` if there are none.
+
+        If the mesh cannot split the query heads, heads of zeros are added, but not to gates.
+        """
         a = self.options.architecture
         gate = None
         if a.output_gate:

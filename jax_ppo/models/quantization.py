@@ -37,7 +37,10 @@ def round_parameters(params: Params, dtype: DTypeLike) -> Params:
 
 
 def quantize_kernels(params: Params, dtype: DTypeLike) -> Params:
-    """Return unrolled parameters, not rounded yet, with int8 kernels in layers and their scales."""
+    """Return unrolled parameters with int8 kernels in layers, each beside its `kernel_scale`.
+
+    `params` must not be rounded yet to `dtype`, the type of all other parameters.
+    """
 
     def convert(tree: Params) -> Params:
         converted: Params = {}

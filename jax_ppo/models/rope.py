@@ -149,8 +149,8 @@ def rotation_tables(
 ) -> Rotation:
     """Return cos and sin for `rotate`, each float32 [B, T, 1, pairs].
 
-    They are looked up in a table of `length` positions, outside of which they become NaN: a
-    compiler would fuse their computation into `rotate` and repeat it for each head of each layer.
+    They are looked up in a table, because a compiler would fuse their computation into `rotate` and
+    repeat it for each head of each layer. Positions outside of 0 to `length` - 1 become NaN.
     `local` selects the frequencies of local layers; with `queries`, cos and sin include the factor
     on queries at each position.
     """
@@ -180,7 +180,10 @@ def rotate(
     sin: Float[Array, "B T 1 half"],
     interleaved: bool = False,
 ) -> Float[Array, "B T H d"]:
-    """Rotate the first 2 half numbers of each head in float32, `interleaved` in adjacent pairs."""
+    """Rotate the first 2 half numbers of each head in float32 and return the type of the input.
+
+    With `interleaved` the pairs are (2i, 2i + 1) instead of (i, i + half).
+    """
     half = cos.shape[-1]
     if half == 0:
         return x_BxTxHxd

@@ -157,7 +157,8 @@ class Transformer(LayerOptions):
         """Compute the hidden states of tokens.
 
         Args:
-          variables: the parameters, as "params", as encoders take them, which are Flax modules.
+          variables: the parameters under the name "params", as Flax modules such as encoders
+            take them.
           tokens_BxT: token ids.
           positions_BxT: position of each token in its sequence, from 0 and below T (below S
             with a cache).
@@ -413,7 +414,7 @@ def _run_in_turn(
     """Run layers one after the other; return what `run_layer` returns, auxiliary outputs [L, ...].
 
     `run_layer` takes the number of the layer, its input and the keys and values, or their cache,
-    that it shares with an earlier one, first with one of those in `shared`.
+    that it shares with an earlier one; `shared` has those of the layers before `kinds`.
     """
     memories, auxiliary = [], []
     for i, kind in enumerate(kinds):
@@ -448,7 +449,7 @@ class _Parameters(nn.Module):
         rotations = self.decoder._rotations(jnp.zeros((1, 1), jnp.int32), 1)
 
         def run_layer(layer: Layer, x: jax.Array) -> tuple[jax.Array, None]:
-            # Each layer gets the parameters of all kinds; `_drop_unused` drops the others'.
+            # Each layer gets the parameters of all kinds; `Transformer.init` drops the others'.
             names = (a.attention_module(kind.is_local, kind.is_shared) for kind in kinds)
             different = {
                 (name, kind.is_linear, kind.is_dense): kind

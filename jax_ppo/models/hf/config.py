@@ -23,7 +23,10 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def from_hf_config(config: Config) -> Architecture:
-    """Return the architecture that config.json describes; raise `UserError` if a field is amiss."""
+    """Return the architecture that config.json describes.
+
+    Raise `UserError` for a field that is missing, unsupported or unknown.
+    """
     kind, family = _read_family(config)
     reader = ConfigReader(config, family.defaults, names=family.field_names)
     reader.string("model_type")
@@ -171,7 +174,7 @@ def _read_global_heads(
 ) -> dict[str, int]:
     """Return the sizes of heads in layers without a sliding window.
 
-    transformers writes them for each in `per_layer_config`, which is empty if all have the same.
+    transformers writes them to `per_layer_config`, empty if local layers have the same sizes.
     """
     heads = reader.optional_integer("num_global_key_value_heads")
     if heads is None or not reader.boolean("attention_k_eq_v"):
@@ -201,7 +204,7 @@ def _read_global_heads(
 def _read_shared_layers(reader: ConfigReader, local_layers: tuple[bool, ...]) -> dict[str, Any]:
     """Return which layers share keys and values of earlier ones, and the width of their MLPs.
 
-    These have a separate stack even if they are as wide: layers of each kind run as a loop.
+    These have a separate stack even if they are as wide as the others: each group is a loop.
     """
     name, layers = "num_kv_shared_layers", len(local_layers)
     shared = reader.integer(name, minimum=0, maximum=layers - 1)

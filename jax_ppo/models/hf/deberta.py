@@ -139,7 +139,7 @@ def _read_distances(reader: ConfigReader) -> dict[str, Any]:
 def _read_words(
     reader: ConfigReader, name: str, supported: tuple[str, ...], or_list: bool = False
 ) -> list[str]:
-    """Return the words of a field: of "p2c|c2p", without "none", or of a list of them."""
+    """Return the words of a text such as "p2c|c2p", except "none", or of a list if `or_list`."""
     if or_list and not isinstance(reader.any_value(name), str):
         words = reader.strings(name) or []
     else:

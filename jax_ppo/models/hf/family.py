@@ -46,7 +46,7 @@ class Family:
     # Field of the number of experts that every token passes through, which are one MLP as wide as
     # all of them; "": another field has its width, or there is none.
     shared_experts_field: str = ""
-    # Field of the number of layers in front with an MLP of `intermediate_size`; "": none.
+    # Field of the number of first layers with an MLP of `intermediate_size`, not experts; "": none.
     first_dense_field: str = ""
     # Layers in `mlp_only_layers` have such an MLP, and all but every `decoder_sparse_step`-th.
     lists_dense_layers: bool = False

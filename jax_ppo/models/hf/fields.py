@@ -119,7 +119,8 @@ def write_json(path: Path, value: Any) -> None:
 class ConfigReader:
     """Reads fields of config.json and remembers which ones.
 
-    A missing field has its default; null, which is no default, only where a method says so.
+    A missing field has its default. null does not mean the default, and is an error unless a method
+    says otherwise.
     """
 
     def __init__(

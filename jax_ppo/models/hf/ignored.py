@@ -35,13 +35,13 @@ def is_ignorable(
 ) -> bool:
     """Return whether the model computes the same without this tensor.
 
-    It belongs to the head of another role, or holds the values that the model uses instead.
+    Such a tensor belongs to a part that is not used, or holds the values that the model computes.
     """
     if isinstance(architecture, DebertaArchitecture):
         replaced = ENCODERS[architecture.family].unused_tensors.get(name)
         if replaced is None:
             return False
-        # In whatever type and leading axes.
+        # Whatever its type and leading axes.
         expected, stored = replaced(architecture), checkpoint.read(name)
         has_shape = not expected.ndim or stored.shape[-1:] == expected.shape
         return has_shape and bool(np.all(stored == expected))
@@ -77,7 +77,7 @@ def is_ignorable(
 def _has_computed_frequencies(
     checkpoint: SafetensorsCheckpoint, name: str, architecture: Architecture
 ) -> bool:
-    """Return whether stored frequencies follow from config.json, perhaps rounded or unscaled."""
+    """Return whether stored rotary frequencies are config.json's, perhaps rounded or unscaled."""
     dtype = SAFETENSORS_DTYPES.get(checkpoint.dtype(name))
     if dtype is None:
         return False

@@ -97,7 +97,7 @@ def read_reward_architecture(
 ) -> Architecture | DebertaArchitecture:
     """Return the architecture of a reward model, which is a decoder or an encoder with one score.
 
-    Raise `UserError` unless the headers of the weights are those of a classifier with one label.
+    Raise `UserError` unless the headers of the weights belong to a classifier with one label.
     """
     config = _read_config(folder)
     kind = str(config.get("model_type"))
@@ -222,7 +222,10 @@ def read_parameters(
     dtype: DTypeLike,
     progress: ReadingProgress | None,
 ) -> dict[str, Any]:
-    """Return a tensor table's parameters as nested sharded arrays, zeros where none is read."""
+    """Return the parameters of a tensor table as a nested dict of sharded arrays.
+
+    What `tensors_to_read` leaves out is zeros; other arguments are as for `load_checkpoint`.
+    """
     places = tensors.flatten_like(shardings, rows, "`shardings`")
     rows_to_read = tensors_to_read(rows, head)
     total = sum(len(row.names()) for row in rows_to_read.values())

@@ -136,6 +136,8 @@ def module_names(architecture: Architecture, projections: Sequence[str]) -> list
 
 
 class _DecoderTable:
+    """Collects the rows of a decoder's tensor table."""
+
     def __init__(self, architecture: Architecture) -> None:
         self.a = architecture
         self.family = FAMILIES[architecture.family]

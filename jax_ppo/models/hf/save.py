@@ -62,9 +62,9 @@ def export_checkpoint(
       source_folder: folder of the checkpoint that the model started from. Its tokenizer files and
         generation defaults are copied, and the fields of config.json that need not change.
       tokenizer_folder: folder whose tokenizer files are copied instead, if it differs.
-      critic_unit: for a critic, the contents of value_unit.json, {} to write none: its scalar head
-        is written as a classifier of tokens instead of one of sequences, except of families for
-        which transformers has none.
+      critic_unit: the contents of a critic's value_unit.json, {} to write none; `None` for other
+        roles. A critic's head is written as a classifier of tokens instead of one of sequences,
+        unless transformers has none for the family.
 
     Raises:
       ValueError: `params` does not fit the architecture, or `dtype` is unknown.
@@ -145,7 +145,7 @@ def atomic_folder(folder: Path, *members: str) -> Iterator[Path]:
     """Yield a temporary folder that replaces `folder` on exit, so that it is never incomplete.
 
     Every process must call it, and waits on exit until `folder` exists. Raise `UserError` unless
-    that holds nothing or an earlier export, each of which has the files `members`.
+    `folder` holds nothing or an earlier export, which has the files `members`.
     """
     refuse_foreign_folder(folder, members)
     temporary = temporary_folder(folder)

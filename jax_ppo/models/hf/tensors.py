@@ -14,11 +14,11 @@ T = TypeVar("T")
 class Fused(NamedTuple):
     """The place of a parameter in a tensor that holds several, along the axis of their outputs."""
 
-    # For each part of the parameter its first output in the tensor or its groups, and how many.
+    # For each part of the parameter, its first output (in each group) and its number of outputs.
     parts: tuple[tuple[int, int], ...]
     total: int  # number of the tensor's outputs
     groups: int = 1  # with n, the tensor holds the first n-th of each part, then the second, ...
-    groups_here: int = 1  # the same of the parameter
+    groups_here: int = 1  # the same for the parameter
 
     def outputs(self) -> np.ndarray:
         """Return the place in the tensor of each of the parameter's outputs."""
@@ -37,7 +37,7 @@ class TensorMapping:
     transposed: bool = False  # the checkpoint has [out, in] where ours is [in, out]
     layers: int | None = None  # stacked along our first axis; `None`: it belongs to no layer
     fused: Fused | None = None  # its place in a tensor that holds several of ours
-    # Stacked along the axis after the layers', a tensor for each; `None`: it is no expert's.
+    # Number of experts, stacked after the axis of layers, a tensor each; `None`: no such axis.
     experts: int | None = None
     layer_numbers: tuple[int, ...] = ()  # indices of these layers in the model; (): all of them
     stacked: bool = False  # the first axis of the shape is that of experts, never reversed
@@ -83,7 +83,10 @@ class TensorMapping:
         return values.transpose(self._in_hf_order(tuple(range(values.ndim))))
 
     def write(self, values: np.ndarray, tensor: np.ndarray | None) -> np.ndarray:
-        """Return the checkpoint's tensor (`None`: new) with this parameter, of one layer, in it."""
+        """Return the checkpoint's tensor with `values`, this parameter in one layer, written to it.
+
+        `tensor` already has other parameters; `None`: this is the first one.
+        """
         values = self._transpose(values)
         if self.fused is None:
             return values

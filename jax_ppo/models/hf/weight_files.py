@@ -77,7 +77,8 @@ def write_weights(
 ) -> None:
     """Write the weight files of an export and, if there are several, their index.
 
-    They go to `only_file`, or to files of at most `MAX_SHARD_BYTES`. All processes must call this.
+    They go to the temporary folder of `folder`: one `only_file`, or files of at most
+    `MAX_SHARD_BYTES`. All processes must call this.
     """
     itemsize = SAFETENSORS_DTYPES[EXPORT_DTYPES[dtype]].itemsize
     total_bytes = sum(
