@@ -108,8 +108,8 @@ def train_notes(config: Config) -> list[str]:
     if config.learns_from_files:
         notes.append(
             "config.score.file: each row is one response and is taken as it is; data.train_files, "
-            "rollout.n, rollout.keep, rollout.max_staleness and algorithm.filter_groups are not "
-            "read"
+            "rollout.n, rollout.keep, rollout.max_staleness, rollout.exact and "
+            "algorithm.filter_groups are not read"
         )
     may_have_turns = bool(rollout.multi_turn.environment) or config.learns_from_files
     estimator = algorithm.adv_estimator

@@ -53,8 +53,8 @@ def kl_estimate(
     The second table treats the preceding tokens as fixed: no loss blames a token for leading to
     where the KL is larger. A reward does: k1 in the reward with gamma = 1 is the one unbiased way
     to the KL of whole responses. But no gradient flows through the value of a reward: in a reward,
-    the other estimators push with the gradient of their expectation MINUS that of the second table,
-    which cancel near the reference, so that k3 and k2 hardly restrain a policy that is close to it.
+    the other estimators push with the gradient of their expectation MINUS the second table's. The
+    two cancel near the reference: k3 and k2 hardly restrain a policy that is close to it.
 
     Only the values of k3 and k3+ are clamped, like verl's `low_var_kl`: d to +-20 before the
     exponential, and the result to +-10. A clamped token is underestimated; k3 has no gradient

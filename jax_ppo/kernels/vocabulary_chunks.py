@@ -112,13 +112,13 @@ class MaskedChunks:
 def chunk_logits(
     states_GxCxD: Float[Array, " G C D"], weight_VxD: Float[Array, " V D"], options: LogitOptions
 ) -> Float32[Array, " G C V"]:
-    """Return the logits of one chunk, soft-capped unless that is None, without dropped ids."""
+    """Return the logits of one chunk, soft-capped if there is a cap, with ids dropped."""
     logits = jnp.einsum("gcd,vd->gcv", states_GxCxD, weight_VxD, preferred_element_type=jnp.float32)
     return drop_ids(softcap(logits, options.softcap), options.num_ids)
 
 
 def drop_ids(logits: Float32[Array, "... V"], num_ids: int | None) -> Float32[Array, "... V"]:
-    """Return the logits, `DROPPED` from id `num_ids` on: rows without text; `None`: unchanged."""
+    """Return the logits with `DROPPED` from id `num_ids`, if any, on: these ids have no text."""
     if num_ids is None:
         return logits
     return jnp.where(jnp.arange(logits.shape[-1]) < num_ids, logits, DROPPED)

@@ -30,7 +30,8 @@ class Partition:
     """Division of a rollout into a role's optimizer steps."""
 
     epochs: int  # passes over the rollout
-    prompts_per_mini_batch: int  # whose number of samples an optimizer step takes, of any prompts
+    # An optimizer step takes as many samples as these have, from anywhere in the rollout.
+    prompts_per_mini_batch: int
     rows_per_device: int | None  # packed rows of a micro-batch; `None` chooses automatically
 
 
@@ -87,7 +88,8 @@ class RolloutPacker:
     ) -> tuple[MiniBatches, int, Packing]:
         """Divide the whole rollout again in each epoch, and pack each mini-batch separately.
 
-        Return them, the places for tokens in micro-batches that hold any, and rows on the host.
+        Return the mini-batches, the number of places for tokens in micro-batches that hold any, and
+        the rows on the host.
         """
         samples = len(lengths)
         mini_batches_per_epoch = self.prompts_per_step // partition.prompts_per_mini_batch

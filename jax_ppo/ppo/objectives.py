@@ -64,7 +64,7 @@ class UpdateOptions:
     # Whether the update's log-probs, without their gradient, serve as the old ones: the rollout
     # gets one optimizer step, and no forward pass has computed the old ones.
     is_on_policy: bool
-    shares_trunk: bool  # whether the critic is a head on the actor's trunk, whose loss is added
+    shares_trunk: bool  # whether the critic is a head on the actor's trunk; its loss is then added
     critic_warmup: int  # first steps of the run, in which only the critic learns
     loss_scale: float  # tokens, the divisor of "seq-mean-token-sum-norm" of both roles
     rounding_seed: int  # the run's seed if either role rounds to bfloat16, else 0
@@ -125,7 +125,7 @@ class RolloutObjective:
     def sample_weights(
         self, batch: MiniBatches, mask_BxT: Bool[Array, "B T"] | None = None
     ) -> Weights:
-        """Return the weights [B] of the samples in a whole mini-batch (default: its actions)."""
+        """Return the weights [B] of a whole mini-batch's samples; by default all actions count."""
         counts_B = count_learned_tokens(self.experience, batch, mask_BxT)
         divisors = AGGREGATIONS[self.aggregation].function
         return Weights(

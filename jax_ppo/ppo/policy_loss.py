@@ -35,7 +35,7 @@ def policy_loss_inputs(
     members_B: Bool[Array, " B"],
     is_on_policy: bool,
 ) -> LossInputs:
-    """Return what a policy loss can ask for on some rows of the mini-batch of these samples."""
+    """Return what a policy loss can ask for on some rows of the mini-batch of `members_B`."""
     # Counts and sums cover whole responses, wherever their tokens are packed.
     action_counts_B = experience.action_mask.sum(1)
     batch = PolicyBatch(
@@ -66,9 +66,9 @@ def policy_loss_inputs(
 def compute_policy_loss(name: str, inputs: LossInputs) -> tuple[PolicyLoss, Metrics]:
     """Compute the policy loss that an option names, and a user-defined loss's metrics.
 
-    A user's is validated while traced; one that takes a mean would depend on the batch's split.
-    Raise `UserError` if it cannot be loaded, returns neither a `PolicyLoss` nor that and metrics,
-    or anything that is not one number per token.
+    A user-defined loss is validated while traced: one that takes a mean would depend on how the
+    batch is split. Raise `UserError` if it cannot be loaded, returns neither a `PolicyLoss` nor
+    that and a dict of metrics, or if a field or metric is not one number per token.
     """
     named = inputs._asdict()
     if name in POLICY_LOSSES:
@@ -105,7 +105,7 @@ def policy_metrics(
     others: Metrics,
     weights: Float32[Array, "R L"],
 ) -> Metrics:
-    """Return metrics of how far the policy has moved; `weights` are the tokens' in means."""
+    """Return metrics of how far the policy has moved; `weights` are those of tokens in means."""
     counts = weights > 0
 
     def mean(x: jax.Array) -> jax.Array:

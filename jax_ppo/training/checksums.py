@@ -9,6 +9,7 @@ the arrays, compares checksums and sizes with the ones taken when they were writ
 
 import asyncio
 import concurrent.futures
+import functools
 import json
 import os
 import shutil
@@ -100,20 +101,22 @@ def find_damage(folder: str | Path, *, small_files_only: bool = False) -> str | 
 
     `small_files_only` computes checksums of small local files alone, and compares all sizes.
     """
+    read_checksums: Callable[[], bytes]
     if isinstance(folder, str) and remote.is_address(folder):
         objects = remote.list_files(folder, "--workdir")
         sizes = {name: file.size for name, file in objects.items()}
         kind, root = "crc32c", remote.bucket_path(folder)
-        read = remote.open_filesystem(folder).cat_file
+        filesystem = remote.open_filesystem(folder)
+        read_checksums = functools.partial(filesystem.cat_file, f"{root}/{CHECKSUMS}")
     else:
         objects, kind, root = {}, "crc32", str(folder)
         files = [path for path in Path(root).rglob("*") if path.is_file()]
         sizes = {path.relative_to(root).as_posix(): path.stat().st_size for path in files}
-        read = lambda path: Path(path).read_bytes()  # noqa: E731
+        read_checksums = Path(root, CHECKSUMS).read_bytes
     if CHECKSUMS not in sizes:
         return f"{CHECKSUMS} is missing"
     try:
-        entries = json.loads(read(f"{root}/{CHECKSUMS}"))
+        entries = json.loads(read_checksums())
         expected = {name: (int(entry["bytes"]), entry[kind]) for name, entry in entries.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{CHECKSUMS} is unreadable"

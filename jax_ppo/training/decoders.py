@@ -61,7 +61,10 @@ def decoding_program(options: RolloutOptions, sequence_length: int, decoder: Tra
 def describe_attention(
     options: Model, decoder: Transformer, row_length: int, decodes: bool = False
 ) -> str:
-    """Return a line on the attention program of each phase; "" if all use xla as asked."""
+    """Return a line on the attention program of each phase; "" if all use xla as asked.
+
+    `decodes`: whether the built-in engine samples from this decoder.
+    """
     reason = None
     if options.attention == "auto":
         facts = _attention_facts(decoder.architecture, decoder.dtype, row_length)

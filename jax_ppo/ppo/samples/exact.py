@@ -86,7 +86,7 @@ _add = CompiledProgram(operator.add)
 def _draw_again(
     parts: StepParts, state: TrainState, rollout: Rollout, packed: PackedRows, key: jax.Array
 ) -> tuple[Any, ...]:
-    """Return the rollout with new log-probs, and what `replace_tokens` does of it."""
+    """Return the rollout with new log-probs, and what `replace_tokens` returns for it."""
     layout = sharding.batch_rows(parts.mesh, len(rollout.lengths))
     sequences = join_sequences(rollout, parts.config.sequence_length)
     keys = _draw_keys(len(rollout.lengths), key, layout)
@@ -141,7 +141,7 @@ def search_tokens(
 def replace_tokens(
     options: SamplingOptions, rollout: Rollout, tokens_NxT: jax.Array, draws: DrawStates
 ) -> tuple[Rollout, DrawStates, jax.Array]:
-    """End each response with its first token that was drawn differently, if there is one. Pure.
+    """End each response with its first token that was drawn differently, if there is one.
 
     `tokens_NxT` are drawn again, `draws` the states before the first token. Return the responses,
     of which changed ones may continue; their draws' states; and how many changed.
