@@ -1,1 +1,1 @@
-"""How much memory and time a step needs: formulas, the compiler's figures, what to change."""
+"""How much memory and time a step needs: estimates, the compiler's figures, what to change."""

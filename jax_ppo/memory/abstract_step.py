@@ -79,14 +79,14 @@ class AbstractStep(StepParts):
     def role(self, name: str) -> "Role":
         """Return the model of a role, with all its parameters."""
         role = find_role(name)
-        own = self.state.models[name]
+        stored = self.state.models[name]
         if name == "actor":
             params = policy_params(self.nets, self.state)
         elif role.holds_base:
-            params = own
+            params = stored
         else:
             params = self.state.role_params(name, self.nets)
-        return Role(role.model(self.nets), params, trained=own, has_logits=role.has_logits)
+        return Role(role.model(self.nets), params, trained=stored, has_logits=role.has_logits)
 
     @property
     def is_separate(self) -> bool:

@@ -75,7 +75,7 @@ def queue_cache_shapes(
     rollout_mesh: Mesh,
     sampling: SamplingOptions,
 ) -> list[tuple[Cache, Cache]]:
-    """Return the shapes of the caches of slots and prompts of a queue.
+    """Return the shapes of the caches of slots and prefilled prompts, of each queue.
 
     `rollout.exact` has a second queue, of responses that continue; partial rollouts have it alone.
     """

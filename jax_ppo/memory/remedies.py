@@ -47,8 +47,8 @@ def rank_remedies(
 ) -> list[Remedy]:
     """Return changes of options that save memory, most effective first.
 
-    A device needs `needed` bytes without a change. If it has `available` ones, and no change is
-    enough, pairs of changes that are enough are returned, too.
+    A device needs `needed` bytes without a change. If it has `available` bytes, and no single
+    change suffices, the pairs of changes that do are returned, too.
     """
     remedies = sorted(_effective_remedies(changes, measure, needed), key=lambda x: x.needed)
     if available is None or not remedies or remedies[0].needed <= available:
@@ -87,7 +87,7 @@ def _is_allowed(change: Change) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class PossibleChanges:
-    """The changes of a PPO run that other options allow: their words, and the options after it."""
+    """The changes of a PPO run that its other options allow."""
 
     config: Config
     mesh: Mesh

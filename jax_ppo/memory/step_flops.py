@@ -29,8 +29,8 @@ def count_program_flops(
 
     Recomputed activations do not count; while sampling, a prompt counts once for its responses. All
     of `ppo_epochs` count, even if `actor.target_kl` cut them short. A reward model with its own
-    tokenizer counts as if its inputs were as long as the samples. `prompt_lengths` are int [N];
-    `lengths`, of prompt and response, int [B], those of a prompt adjacent.
+    tokenizer counts as if its inputs were as long as the samples. `prompt_lengths` are int [N].
+    `lengths`, int [B], count the tokens of prompt and response; samples of a prompt are adjacent.
     """
     repeated_lengths = np.repeat(prompt_lengths, len(lengths) // len(prompt_lengths))
     num_logits = int((lengths - repeated_lengths).sum())
@@ -97,8 +97,8 @@ def count_forward_flops(
             mixer = _linear_products(architecture)
         else:
             mixer = _attention_products(architecture, kind)
-        own_mlp = projections * D * architecture.dense_size if kind.is_dense else mlp
-        flops += 2 * (mixer + own_mlp + further) * lengths.sum()
+        layer_mlp = projections * D * architecture.dense_size if kind.is_dense else mlp
+        flops += 2 * (mixer + layer_mlp + further) * lengths.sum()
         if kind.is_linear:
             continue
         window = architecture.sliding_window if kind.is_local else None

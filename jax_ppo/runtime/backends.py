@@ -13,8 +13,8 @@ import sys
 from jax_ppo.errors import UserError
 from jax_ppo.runtime import compat
 
-# What types, samples and programs need of JAX's settings, the default first; they are environment
-# variables in capitals.
+# JAX's settings with the values that a run works with, the default first. The names in capitals
+# are environment variables.
 _SETTINGS = {
     "jax_enable_x64": (False,),
     "jax_numpy_rank_promotion": ("allow",),

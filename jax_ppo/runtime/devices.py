@@ -116,7 +116,8 @@ LEAST_CAPABILITY = 8.0  # of an NVIDIA GPU with units for bfloat16: Ampere
 def resolve_dtype(options: Model, platform: str, compute_capability: str | None = None) -> Model:
     """Return the section with a `dtype` that is not `auto`.
 
-    `platform` is JAX's name of it, or cuda and rocm for gpu; `compute_capability` such as "9.0".
+    `platform` is JAX's name of the devices' platform, or cuda or rocm for gpu;
+    `compute_capability` is an NVIDIA GPU's, such as "9.0".
     """
     if options.dtype != "auto":
         return options

@@ -34,7 +34,7 @@ SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID",
 _STOP_REQUESTS = "jax_ppo/stop/requests"
 _STOP_DECISIONS = "jax_ppo/stop/decisions"
 _stop_questions = itertools.count()
-_START_SECONDS = 300  # as JAX's own limit, which aborts with a stack trace
+_START_SECONDS = 300  # hosts may start minutes apart; JAX's equal limit prints a stack trace
 EXPLICIT = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
@@ -71,7 +71,7 @@ def initialize(options: schema.Distributed) -> None:
 
 
 def _require_free_port(address: str) -> None:
-    """Raise `OSError` if a server listens on the port: JAX may crash there, or share the port."""
+    """Raise `OSError` if a server listens on the port: JAX may crash, or share the port."""
     _, _, port = address.rpartition(":")
     try:
         socket.create_connection(("localhost", int(port)), timeout=1).close()
@@ -147,8 +147,8 @@ def agree_on_signal(received: signal.Signals | None) -> signal.Signals | None:
     """Return the signal that ends the run now, the same in all processes, or `None`.
 
     Every process must call it equally often, at the same points, with the signal that it has
-    received. The main process decides, and the others wait on the host; a signal to another process
-    takes effect at that one's next point or the one after it.
+    received. The main process decides, and the others wait on the host; a signal to one of these
+    takes effect at its next call or the one after it.
     """
     client = compat.distributed_state().client
     if client is None:
@@ -184,7 +184,7 @@ def run_on_main(function: Callable[[], object]) -> None:
 
 
 def _arguments(options: schema.Distributed, environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return arguments of `jax.distributed.initialize`: {} if it detects them, `None` if alone."""
+    """Return the arguments for JAX: {} where it detects the cluster, `None` for one process."""
     # The options win over the environment, and JAX's variables over a cluster's.
     address, count, process = options.coordinator_address, options.num_processes, options.process_id
     if not address:

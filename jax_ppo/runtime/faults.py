@@ -1,7 +1,7 @@
 """How a run ends when one of its processes fails or is lost, or when nothing moves.
 
 JAX's coordination service notices a process that is killed, or whose machine no longer answers,
-within `distributed.heartbeat_seconds`, and JAX then aborts the others. Our part:
+within `distributed.heartbeat_seconds`, and JAX then aborts the others. This file adds:
 
 - A process that fails stores the reason with the service, where a thread of every other process
   waits for it: all end at once, with the same exit code.
@@ -99,7 +99,7 @@ def end_with_others() -> None:
             jax.distributed.shutdown()
         thread.join(_REASON_SECONDS)
 
-    # Python would end the thread inside its call, which aborts the process.
+    # At exit Python would end the thread within its call, which aborts the process.
     atexit.register(disconnect)
 
 
@@ -156,7 +156,7 @@ def report_progress() -> None:
 
 
 def _disconnect() -> None:
-    """Wait for all processes, as JAX would abort if one died at exit, and disconnect."""
+    """Wait until all processes are done, and disconnect: at exit JAX would abort if one dies."""
     import jax
 
     client = compat.distributed_state().client

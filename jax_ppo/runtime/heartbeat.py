@@ -97,7 +97,7 @@ def beating(report: Callable[[str], object]) -> Iterator[None]:
     is_over = threading.Event()
 
     def beat() -> None:
-        with contextlib.suppress(OSError, ValueError):  # the output is closed, as the run notices
+        with contextlib.suppress(OSError, ValueError):  # closed output: the run notices it itself
             while not is_over.wait(_CHECK_SECONDS):
                 current.beat()
 

@@ -43,9 +43,9 @@ def make_mesh(
 ) -> Mesh:
     """Return the mesh over these devices, by default all.
 
-    At most one size is -1 and takes what the others leave. The last `decoding` devices, of each of
-    the `processes` equally many, are left to `make_rollout_mesh`. Raise `UserError` if sizes do not
-    multiply to the number of devices, slices have different numbers, or none can be left.
+    At most one size is -1 and takes what the others leave. The last devices of each of the
+    `processes`, `decoding` in all, are left to `make_rollout_mesh`. Raise `UserError` if sizes do
+    not multiply to the number of devices, slices differ in it, or so many cannot be left.
     """
     if devices is None:
         devices = jax.devices()
@@ -70,6 +70,7 @@ def make_mesh(
 
 def _leave_devices(devices: list[jax.Device], count: int, processes: int) -> list[jax.Device]:
     """Return all but the last `count` devices, as many of each process; may raise `UserError`."""
+    # Weights are copied to the devices that are left inside each process alone.
     option = f"config.rollout.mesh.devices={count}"
     if count % processes:
         raise UserError(
@@ -191,7 +192,7 @@ def needs_large_micro_batches(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def vocabulary_axis(mesh: Mesh | AbstractMesh, vocab_size: int) -> str | None:
-    """Return the axis that splits the vocabulary, `None` if it does not divide its size."""
+    """Return the axis that splits the vocabulary; `None` if the size is not divisible."""
     return None if vocab_size % mesh.shape.get("model", 1) else "model"
 
 
@@ -203,7 +204,7 @@ def validate_architecture(
     A decoder's heads may be uneven (`pad_query_heads`, `copy_kv_heads`). Messages name `option`.
     """
     a = architecture
-    # The dimensions that each axis splits, by their names in messages; what there is none of is 0.
+    # The dimensions that each axis splits, by their names in messages; 0 if the model has none.
     sizes = {
         "model": {
             "width of the queries": a.num_heads * a.head_dim,

@@ -73,7 +73,7 @@ def to_device(tree: Any) -> Any:
 
 
 def fetch(tree: Any) -> Any:
-    """Copy what is in the host's memory, arrays or shapes, to the devices, outside of programs."""
+    """Copy arrays or shapes in the host's memory to the devices, outside of compiled functions."""
 
     def copy(x: Any) -> Any:
         if x.sharding.memory_kind != PINNED_HOST:
@@ -102,7 +102,7 @@ def to_host(array: jax.Array) -> np.ndarray:
 
 
 def copy_whole(array: jax.Array, layout: NamedSharding) -> jax.Array:
-    """Copy an array, or its shape, that each device holds whole to others of its processes."""
+    """Copy an array or shape, whole on each device, to other devices of the same processes."""
     if isinstance(array, jax.ShapeDtypeStruct):
         return array.update(sharding=layout)
     # An array on one device is cut and copied from there; one on several, through the host.
@@ -116,11 +116,11 @@ def copy_whole(array: jax.Array, layout: NamedSharding) -> jax.Array:
 
 
 def copy_rows(array: jax.Array, layout: NamedSharding) -> jax.Array:
-    """Copy an array, or its shape, whose rows may be split, to another mesh of its processes.
+    """Copy an array or shape, whose rows may be split, to another mesh of the same processes.
 
-    With several processes it passes through the host of each, unless the devices are the same. If
-    one needs rows of others, a program exchanges them first: every process must call this at the
-    same point among the programs on these devices.
+    With several processes it passes through the host of each, unless the devices are the same. If a
+    process needs rows of others, a program on the array's devices exchanges them first: every
+    process must call this at the same point among the programs on these devices.
     """
     if isinstance(array, jax.ShapeDtypeStruct):
         return array.update(sharding=layout)
@@ -169,8 +169,8 @@ def from_local_rows(mesh: Mesh, indices: np.ndarray, values: Any, total: int) ->
         return place(_scatter_rows(indices, values, total), layout)
     groups = 1 if layout.is_fully_replicated else row_shards(mesh)
     copies, size = mesh.size // groups, total // groups
-    # Each device places only its part of the rows that it holds a copy of: each group of rows is
-    # filled up to equal parts.
+    # Each group of rows is padded to equal parts, one per device that holds a copy of the group: a
+    # device places only its part.
     values = np.asarray(values)
     padded_size = copies * -(-size // copies)
     padded = np.zeros((groups, padded_size, *values.shape[1:]), values.dtype)
@@ -205,8 +205,8 @@ def local_rows(array: jax.Array) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows that this process is responsible for, in order.
 
     Each row of an array [B, ...] in the layout of `batch_rows` belongs to exactly one process;
-    devices with copies, as in tensor parallelism, divide them. Return (indices, int [r]; values,
-    [r, ...]), r may be 0.
+    devices that hold copies of the same rows, as in tensor parallelism, divide these among
+    themselves. Return (indices, int [r]; values, [r, ...]), where r may be 0.
     """
     holders = collections.Counter[int]()
     rank_of_device = {}

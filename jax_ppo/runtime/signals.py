@@ -24,7 +24,7 @@ from typing import Any
 from jax_ppo.runtime import compat, heartbeat
 
 LIMIT_SECONDS = 30.0
-_SAME_SIGNAL_SECONDS = 0.1  # to a process and to its group, as `timeout` sends it, counts as one
+_SAME_SIGNAL_SECONDS = 0.1  # `timeout` signals a process and its group: that counts as one
 _POLL_SECONDS = 0.1
 _ACKNOWLEDGEMENT = (
     "the run saves and ends after the current step; a second signal ends it at once, unsaved"
@@ -166,9 +166,10 @@ _on_abrupt_end: list[Callable[[str, int], None]] = []
 def handle_stop_signals(*, ends_process: bool) -> Iterator[_StopSignals | None]:
     """Handle SIGTERM and SIGINT in the block, and yield what was received.
 
-    Inside of another such block, and outside of the main thread, no handlers are installed, and
-    there `None` is yielded. `ends_process`: the run may end the process without returning, as
-    commands may; otherwise `KeyboardInterrupt` or `SystemExit` is raised in the main thread.
+    A block inside of another yields what that one does; outside of the main thread a block yields
+    `None`. Neither installs handlers. `ends_process`: the run may end the process without
+    returning, as commands may; otherwise `KeyboardInterrupt` or `SystemExit` is raised in the main
+    thread.
     """
     global _active
     if _active is not None:
@@ -188,7 +189,10 @@ def handle_stop_signals(*, ends_process: bool) -> Iterator[_StopSignals | None]:
 
 
 def on_abrupt_end(announce: Callable[[str, int], None]) -> None:
-    """Have `announce(reason, code)` called, for a moment, before a signal ends the process."""
+    """Have `announce(reason, exit code)` called before a signal ends the process at once.
+
+    It is called in a thread, and must not wait for long.
+    """
     _on_abrupt_end.append(announce)
 
 
@@ -217,7 +221,11 @@ def record_saved_step(step: int) -> None:
 
 @contextlib.contextmanager
 def limited(work: str) -> Iterator[heartbeat.Activity]:
-    """Mark work that may delay the end of the run by LIMIT_SECONDS; blocks do not nest."""
+    """Mark work that may delay the end of the run by at most LIMIT_SECONDS.
+
+    The time counts from the signal, or from the start of the work if that is later. Do not nest
+    such blocks: the inner one would end the limit of the outer one.
+    """
     with heartbeat.activity(work) as activity:
         signals = _active
         if signals is None:

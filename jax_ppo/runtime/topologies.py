@@ -22,8 +22,8 @@ class DeviceType:
     platform: str  # "tpu", "cuda" or "cpu"
     memory: float | None  # bytes that each device of JAX has for programs; `None` if unknown
     jax_kind: str = ""  # JAX's name of the device (devices.py)
-    # Shape of the smallest TPU host with several chips, to which a shape is a multiple; a single
-    # chip is one host.
+    # Shape of the smallest TPU host with several chips, of which larger machines' shapes are
+    # multiples; a single chip is one host.
     chips_per_host: tuple[int, ...] = ()
     most_chips: int | None = None  # chips of the largest slice, which a fast network connects
     devices_per_chip: int = 1  # devices of JAX on each chip

@@ -29,8 +29,8 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 _Report = Callable[[str], None]
-_open_buckets: dict[Path, BucketFolder] = {}  # this process's in buckets, by their local folders
-_lost_runs: dict[Path, str] = {}  # how the runs before ended that left their lock, by the folder
+_open_buckets: dict[Path, BucketFolder] = {}  # those that this process uses, by local folder
+_lost_runs: dict[Path, str] = {}  # how a run that left its lock in the folder has ended, or ""
 
 
 def validated(workdir: str | Path) -> str | Path:
@@ -112,7 +112,10 @@ def refuse_checkpoints(workdir: str | Path) -> None:
 
 
 def lost_run(folder: Path) -> str:
-    """Return, to the main process, a line about a run in the folder that was killed, or ""."""
+    """Return a line about the last run in the folder if it was killed, else "".
+
+    Only the main process knows it.
+    """
     return _lost_runs.get(folder, "")
 
 
@@ -123,7 +126,7 @@ def publish(folder: Path) -> None:
 
 
 def fetch_folder(folder: Path, name: str) -> None:
-    """Let this process read a bucket's folder of files that an interrupted run has written."""
+    """Fetch a folder that an interrupted run has written, if the work directory is in a bucket."""
     if folder in _open_buckets:
         _open_buckets[folder].fetch_folder(name)
 
@@ -168,6 +171,7 @@ def _locked(workdir: Path, report: _Report) -> Iterator[None]:
         # A forked child shares the lock and would keep it when this process is killed.
         _held_files.add(file)
         file.seek(0)
+        # A run that ends, even by an error, empties the file.
         _lost_runs[workdir] = ""
         if lock := file.read().splitlines():
             written = max(entry.stat().st_mtime for entry in os.scandir(workdir) if entry.is_file())

@@ -20,7 +20,10 @@ from jax_ppo.types import Params, Prompts, Rollout
 
 
 def resolve_engine(name: str) -> Callable[..., RolloutEngine]:
-    """Return the class that `rollout.engine` names; raise `UserError` for an unfit one."""
+    """Return the class that `rollout.engine` names, to be called with mesh, actor and params.
+
+    Raise `UserError` if a user-defined class cannot be imported or does not take these arguments.
+    """
     if name in ROLLOUT_ENGINES:
         return ROLLOUT_ENGINES[name].function
     return plugins.load_plugin(name, "rollout.engine", ("mesh", "actor", "params"), by_name=True)
@@ -79,7 +82,9 @@ class BuiltInEngine(RolloutEngine):
     def continue_responses(
         self, rollout: Rollout, draws: DrawStates, version: jax.Array, options: SamplingOptions
     ) -> tuple[Rollout, DrawStates, jax.Array]:
-        """Dispatch `continue_responses` for what it or `begin_responses` has returned.
+        """Dispatch `continuation.continue_responses` with the weights of the last update.
+
+        `rollout` and `draws` come from the call before, or `begin_responses` and `begin_draws`.
 
         Returns:
           (responses and states afterwards; int32 [queues], as `Rollout.slot_steps`).

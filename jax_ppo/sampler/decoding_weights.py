@@ -140,8 +140,8 @@ def _take_layer(x: jax.Array, index: jax.Array, stages: int) -> jax.Array:
     """Return `x[index]` of stacked layers, each stage of which is on other devices."""
     if stages == 1:
         return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
-    # An index into a split axis would gather all layers. Instead each stage takes one of its own,
-    # and all but one of them count as zeros.
+    # An index into a split axis would gather all layers. Instead each stage takes one of its
+    # layers, and all but one of these count as zeros.
     stage_layers = x.reshape(stages, -1, *x.shape[1:])
     stage, layer = jnp.divmod(index, stage_layers.shape[1])
     taken = jax.lax.dynamic_index_in_dim(stage_layers, layer, axis=1, keepdims=False)

@@ -70,7 +70,7 @@ class SamplingOptions:
     min_new_tokens: int = 0  # before which no EOS is drawn, and in which no `stop` is searched for
     # Strings that end a response as an EOS does; the token that completes one is its last.
     stop: TextSearch | None = None
-    environment: Environment | None = None  # answers the policy's turns; `None`: there is one
+    environment: Environment | None = None  # answers the policy's turns; `None`: a single turn
     max_turns: int | None = None  # of the policy, after which a response ends
     max_turn_length: int | None = None  # tokens of a turn after which it ends without an EOS
     returns_routed_experts: bool = False  # the rollout holds the experts that tokens used

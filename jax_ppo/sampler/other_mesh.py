@@ -116,7 +116,7 @@ class SeparateEngine(OtherMeshEngine):
         )
 
     def update_weights(self, params: Params) -> None:
-        """Wait for what is decoded ahead, copy the weights, and wait (`WeightPreparation`)."""
+        """Wait for what is decoded ahead; copy the weights, and wait for the copy."""
         if self._ahead is not None:
             concurrent.futures.wait([self._ahead])
         self._engine.release_weights()  # these devices need not have room for two copies
@@ -129,9 +129,10 @@ class SeparateEngine(OtherMeshEngine):
     def decode_ahead(self, decode: Callable[[], T]) -> "concurrent.futures.Future[T]":
         """Call `decode`, which calls this engine, in a thread, and return its future result.
 
-        GPUs and CPUs dispatch a loop by running it: the caller could not dispatch an update
-        meanwhile. `decode` must run programs on this engine's devices only, on what `send` returns:
-        others would follow that update, or start in another order than elsewhere.
+        GPUs and CPUs dispatch a loop by running it: without a thread the caller could not dispatch
+        an update meanwhile. `decode` must run programs on this engine's devices only, so give it
+        what `send` returns: programs on the run's mesh would wait for that update, or start in
+        another order than in another process.
         """
         if runs_on_shapes():
             shapes: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -169,20 +170,20 @@ ContinuingEngine = BuiltInEngine | OtherMeshEngine
 
 
 def engine_on_shapes(engine: RolloutEngine, mesh: Mesh) -> RolloutEngine:
-    """Return an engine that takes shapes: with the same programs, if it runs programs of ours."""
+    """Return an engine that takes shapes: with the same programs if it runs compiled ones."""
     if isinstance(engine, ContinuingEngine):
         return engine.on_shapes()
     return _RolloutShapes(mesh)
 
 
 class _RolloutShapes(RolloutEngine):
-    """`RolloutEngine` in the place of one that compiles nothing: it returns shapes of rollouts."""
+    """Stands in for an engine that compiles nothing: returns the shapes of its rollouts."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
 
     def update_weights(self, params: Params) -> None:
-        pass
+        """Do nothing: the shapes of rollouts do not depend on the weights."""
 
     def generate(
         self,

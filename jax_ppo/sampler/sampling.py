@@ -266,7 +266,7 @@ def _draw_from_heaviest_blocks(
 def _take_tokens(
     logits_BxV: jax.Array, tokens_BxM: jax.Array, shards: VocabularyShards
 ) -> jax.Array:
-    """Return the logits of tokens; -inf for those of other devices and past the vocabulary."""
+    """Return the logits of tokens; -inf for tokens of other devices or past the vocabulary."""
     V = logits_BxV.shape[-1]
     index_BxM = tokens_BxM - shards.start(V)
     taken_BxM = jnp.take_along_axis(logits_BxV, jnp.clip(index_BxM, 0, V - 1), axis=1)

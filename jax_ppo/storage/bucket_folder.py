@@ -78,7 +78,7 @@ class BucketFolder:
                 run.delete(if_generation_match=run.generation)
 
     def fetch(self) -> None:
-        """Replace the contents of the local folder with the bucket's files outside of folders."""
+        """Replace the contents of the local folder with the bucket's files, but not its folders."""
         with self._uploading, remote.reported_errors(self.address, _OPTION):
             fetched = {
                 name: file
@@ -91,7 +91,7 @@ class BucketFolder:
             self._uploaded = {name: _state(self.folder / name) for name in fetched}
 
     def fetch_folder(self, name: str) -> None:
-        """Replace a local folder by the bucket's; others stay: the run may have them open."""
+        """Replace one folder in the local folder with the bucket's; the run may use the others."""
         with self._uploading, remote.reported_errors(self.address, _OPTION):
             listed = remote.list_files(f"{self.address}/{name}", _OPTION)
             files = {f"{name}/{path}": file for path, file in listed.items()}
@@ -145,7 +145,7 @@ class BucketFolder:
         try:
             yield
         except BaseException:
-            try_to_upload()  # an error of its own must not hide the one that ends the run
+            try_to_upload()  # its error must not hide the one that ends the run
             raise
         else:
             self.upload()

@@ -47,11 +47,11 @@ class Response:
 
 
 class AdaptersRefused(Exception):
-    """An engine that was to take adapters cannot."""
+    """An engine cannot take the adapters that it was to load."""
 
 
 class ExternalEngine(RolloutEngine):
-    """What all external engines share; subclasses define `load_weights` and `sample`."""
+    """Base class of external engines; subclasses define `load_weights` and `sample`."""
 
     takes_adapters = False  # otherwise they are merged into the weights
 
@@ -229,14 +229,14 @@ class ExternalEngine(RolloutEngine):
                 unused, least = [*unused, name], without
         if not with_all <= MAX_DIFFERENCE:
             return unused or list(self.actor.lora.targets)
-        # Rounding does not bring our log-probs twice as near.
+        # By rounding alone, leaving adapters out would not halve the difference.
         return unused if least < with_all / 2 else []
 
     def _compare(self, params: Params) -> None:
         """Raise `UserError` if the engine's log-probs of a short response are far from ours."""
         difference, undivided = self._differences(params, self._sample_probe())
         temperature = self.options.temperature
-        # Without the temperature it differs less than MAX_DIFFERENCE near 1.
+        # Near temperature 1, log-probs of undivided logits differ by less than MAX_DIFFERENCE.
         if not difference <= min(MAX_DIFFERENCE, max(ROUNDING, 2 * undivided)):
             raise UserError(
                 f"{self.setting}: after update {self.version} its log-probs differ from the "
@@ -254,7 +254,7 @@ class ExternalEngine(RolloutEngine):
         return response
 
     def _differences(self, params: Params, probe: Response) -> list[float]:
-        """Return the mean differences to our log-probs, in nats: with the temperature, and at 1."""
+        """Return mean differences in nats to our log-probs: at `rollout.temperature`, and at 1."""
         # As many equal rows as the mesh splits rows into, of a length that it can split.
         row = np.zeros(64, np.int32)
         row[: _PROBE_LENGTH + _PROBE_TOKENS] = [*self._probe_prompt, *probe.tokens]

@@ -19,13 +19,13 @@ class Reply:
 
 
 class ServerProtocol:
-    """How to talk to a server: to vLLM, where a subclass says nothing else."""
+    """How to talk to a server: to vLLM, unless a subclass overrides it."""
 
     sample_route = "/inference/v1/generate"  # where a request for one response is sent
     version_route = ""  # where the version is asked for, if replies do not contain it
     adapter_key = "model"  # the field of a request that has the name of the adapters
-    unknown_adapters = 404  # HTTP's status of a request with adapters that the server does not have
-    # How to start the server so that it has all routes, and those for adapters.
+    unknown_adapters = 404  # HTTP status of a request with adapters that the server does not have
+    # How to start the server so that it has all routes, and so that it has those for adapters.
     hint = "; start vLLM with VLLM_SERVER_DEV_MODE=1 and --enable-scale-out"
     adapter_hint = "; start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"
 

@@ -24,9 +24,9 @@ _START_SECONDS = 1800.0  # a large model takes minutes to load
 _CONNECT_SECONDS = 60.0
 _STOP_SECONDS = 5.0
 _PAUSE = 0.2
-# A module of vLLM's workers, with a method that `/collective_rpc` calls in each after
-# `reload_weights`. On a CPU, logits are computed from a packed copy of the output embedding, which
-# vLLM (0.32.0) makes of a head that is the embedding only when it loads the model.
+# A module for vLLM's workers, with a method that `/collective_rpc` calls in each of them after
+# `reload_weights`. On CPUs vLLM (0.32.0) computes logits from a packed copy of the output
+# embedding. If that is tied to the input embedding, `reload_weights` does not renew the copy.
 WORKER = "jax_ppo_vllm_worker"
 WORKER_PROGRAM = """
 class TiedHead:
@@ -111,7 +111,7 @@ class RolloutServer:
     """The server of a run, which `is_ours` if the run starts it."""
 
     def __init__(self, options: RolloutOptions) -> None:
-        """Take the address, or a port for a vLLM; raise `UserError` without a vLLM."""
+        """Take the address, or choose a port; raise `UserError` if the interpreter has no vLLM."""
         # The option that says where the server is.
         url, self.setting = options.url, f"config.rollout.url={options.url!r}"
         self.is_ours = not url
@@ -196,7 +196,7 @@ class RolloutServer:
                 raise RequestFault(f"{route}: {reply.get('message', 'it failed')}")
 
     def revive(self) -> None:
-        """End a server of ours, which did not answer; wait for another."""
+        """After a fault, end a server of ours, or wait until a server that is not ours answers."""
         time.sleep(_PAUSE)
         if self._process is None:
             self.connect(self.client.timeout)

@@ -201,7 +201,7 @@ class ServerEngine(ExternalEngine):
             )
 
     def _publish(self) -> None:
-        """Let the server load the weights, started if necessary; may raise `AdaptersRefused`."""
+        """Let the server load the weights, and start it if needed; may raise `AdaptersRefused`."""
         if self._server.is_ours and not self._server.is_running:
             self._start_vllm()
         if not self._server.is_connected:
@@ -232,7 +232,7 @@ class ServerEngine(ExternalEngine):
         loaded.names = (name,)
 
     def _revive(self) -> None:
-        """End a server that this run started, which did not answer; wait for any other server."""
+        """After a fault, end a server of ours, or wait until a server that is not ours answers."""
         self._loaded.has_base = False
         self._server.revive()
 
