@@ -176,6 +176,7 @@ def test_ppo_against_the_trained_reward_model(files, sft, reward_model, tmp_path
     assert len(steps) == 2 and all(float(row["reward/std"]) > 0.1 for row in steps)
     assert "step 2/2" in output and (tmp_path / "actor" / "model.safetensors").exists()
     evaluations = read_evaluations(tmp_path)
+    assert evaluations
     assert all(x["accuracy"] is None and abs(x["reward_mean"]) > 1e-3 for x in evaluations)
 
 
