@@ -36,7 +36,7 @@ to begin with:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command that the first argument names, without it list them; `None`: `sys.argv`."""
+    """Run the command that the first argument names, or list all; `None` takes `sys.argv`."""
     print_any_text()
     if arguments is None:
         arguments = sys.argv[1:]

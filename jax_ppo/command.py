@@ -72,7 +72,7 @@ def prepared_run(
     Raises:
       UserError: JAX finds no devices, the work directory cannot be used, or its disk is full. Also
         during the block.
-      SystemExit: at the end, if SIGTERM (code 143), in a command SIGINT (130), stopped the run.
+      SystemExit: at the end, if SIGTERM (code 143) or a command's SIGINT (130) stopped the run.
       KeyboardInterrupt: if SIGINT stopped the run, outside of a command.
     """
     from jax_ppo.reporting import console, trackers

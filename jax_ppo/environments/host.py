@@ -227,7 +227,7 @@ class HostEnvironment:
 
 
 def _validate_answer(observation: Any, ends: Any, takes_several: bool) -> None:
-    """Raise `WrongAnswer` for one that would be misread; `takes_several`: a tuple of messages."""
+    """Raise `WrongAnswer` if it would be misread; `takes_several` permits a tuple of messages."""
     contents = observation if takes_several and isinstance(observation, tuple) else (observation,)
     if not contents or not all(isinstance(content, str) for content in contents):
         raise WrongAnswer(f"the observation of a turn is {_quote(observation)}; expected text")
