@@ -403,7 +403,7 @@ class Algorithm:
         "exclude responses that were cut off from the losses, but not from baselines, whitened "
         "rewards and running moments")
     norm_adv_by_std_in_grpo: bool = option(True,
-        "grpo divides by the standard deviation of a prompt's rewards; off: Dr. GRPO",
+        "divide GRPO's advantages by the standard deviation of a prompt's rewards; off: Dr. GRPO",
         rules=(estimator_reads("norm_adv_by_std_in_grpo"),))
     whiten_rewards: bool = option(False,
         "scale token rewards to variance 1 over the rollout, keeping their mean")
