@@ -43,7 +43,7 @@ def initialize(options: schema.Distributed) -> None:
 
     Addresses come from the options, else from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
     JAX_PROCESS_ID, else from Slurm, Open MPI or a TPU pod of several hosts. Raise `UserError` if
-    only some of the variables are set, or the service does not start.
+    only some of the variables are set, one is malformed, or the service does not start.
     """
     arguments = _arguments(options, os.environ)
     if arguments is None or jax.distributed.is_initialized():
@@ -60,7 +60,7 @@ def initialize(options: schema.Distributed) -> None:
                 initialization_timeout=2 * _START_SECONDS,
                 heartbeat_timeout_seconds=options.heartbeat_seconds,
             )
-        except (OSError, ValueError, OverflowError, jax.errors.JaxRuntimeError) as error:
+        except (OSError, jax.errors.JaxRuntimeError) as error:
             raise UserError(
                 f"JAX's coordination service cannot be used ({error}); is its port in use? "
                 "config.distributed.coordinator_address names another"
@@ -207,6 +207,9 @@ def _arguments(options: schema.Distributed, environ: Mapping[str, str]) -> dict[
         count, process = int(number), int(rank)
     if count == 1:
         return None
+    port = re.fullmatch(r".+:([0-9]{1,5})", address)
+    if port is None or not 0 < int(port[1]) < 2**16:
+        raise UserError(f"the coordinator's address is {address!r}: expected HOST:PORT")
     return {"coordinator_address": address, "num_processes": count, "process_id": process}
 
 

@@ -56,6 +56,17 @@ class TestArguments:
         )
         assert arguments({}, coordinator_address="host:1", num_processes=1, process_id=0) is None
 
+    @pytest.mark.parametrize("address", ["host", "host:", ":1", "host:x", "host:0", "host:65536"])
+    def test_an_address_without_a_host_or_a_port_is_refused(self, address):
+        with pytest.raises(UserError, match=f"is '{address}': expected HOST:PORT"):
+            arguments({}, coordinator_address=address, num_processes=2, process_id=1)
+        with pytest.raises(UserError, match="expected HOST:PORT"):
+            arguments(EXPLICIT | {"JAX_COORDINATOR_ADDRESS": address})
+
+    def test_an_ipv6_address_has_brackets(self):
+        options = {"coordinator_address": "[::1]:65535", "num_processes": 2, "process_id": 1}
+        assert arguments({}, **options) == options
+
     def test_slurm_in_a_step_of_several_tasks(self):
         assert arguments(SLURM) == {}
         assert arguments(SLURM | {"SLURM_NTASKS": "1"}) is None
