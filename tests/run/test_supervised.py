@@ -202,7 +202,7 @@ def test_resumed_is_bit_equal(files, tmp_path, command, task, monkeypatch, capsy
     """The run is stopped in the evaluation after step 4, which the resumed run repeats."""
     options = load(files, "--config.trainer.test_freq=4", command=command)
     supervised_loop.train_supervised(options, tmp_path / "whole", task)
-    answers = iter([False] * 3)  # after each of the first three steps
+    answers = iter([False] * 4)  # after each of the first three steps, and after a save
     monkeypatch.setattr("jax_ppo.run.life_cycle.should_stop", lambda: next(answers, True))
     supervised_loop.train_supervised(options, tmp_path / "halves", task)
     assert not (tmp_path / "halves" / task.output).exists()
