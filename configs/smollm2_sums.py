@@ -10,7 +10,7 @@ critic are trained; for adapters on both add
 
 Expect greedy accuracy on held-out sums to rise from 0.06 to between 0.55 and 0.77, within 15
 minutes on 2 cores; with adapters to between 0.47 and 0.66, in 4 to 7. docs/results.md has the
-runs, and docs/scaling.md the memory.
+runs, and docs/development/memory-estimate.md the memory.
 """
 
 from ml_collections import ConfigDict

@@ -2,7 +2,8 @@
 
 Parameters, optimizer states, gradients and caches have their exact sizes. Activations and logits
 are estimated, for decoders of attention and a gated MLP; for these the peak is within 15 % of the
-compilers' (docs/scaling.md). Other architectures have further arrays, which are not counted.
+compilers' (docs/development/memory-estimate.md). Further arrays of other architectures are not
+counted.
 """
 
 import dataclasses
@@ -44,8 +45,8 @@ class ProgramMemory:
         return sum(vars(self).values())
 
 
-# Measured with 30 layers (docs/scaling.md): 0.3 GiB when weights are loaded, the rest for compiled
-# programs and what malloc keeps. Where transformers finds torch and loads it, it takes 0.24 more.
+# Measured with 30 layers (docs/development/memory-estimate.md): 0.3 GiB when weights are loaded,
+# the rest for compiled programs and malloc's own. torch, if transformers loads it, adds 0.24.
 PROCESS_BYTES = 7 * 2**30 // 10
 
 

@@ -61,8 +61,8 @@ def test_files_of_the_repository_that_are_named_exist(page):
 
 
 def test_the_table_of_packages_has_each_one():
-    page = (doc_pages.ROOT / "docs" / "index.md").read_text()
-    named = re.findall(r"`jax_ppo/(\w+)/`", page.partition("### The packages")[2])
+    page = (doc_pages.ROOT / "docs" / "development" / "index.md").read_text()
+    named = re.findall(r"`jax_ppo/(\w+)/`", page.partition("## The packages")[2])
     packages = [path.parent.name for path in (doc_pages.ROOT / "jax_ppo").glob("*/__init__.py")]
     assert sorted(named) == sorted(packages)
 
@@ -224,6 +224,6 @@ def test_the_number_of_exhibits_is_the_museums():
     published = sum(exhibit.source != museum.MUTATION for exhibit in museum.EXHIBITS)
     mutations = len(museum.EXHIBITS) - published
     readme = (doc_pages.ROOT / "README.md").read_text()
-    page = (doc_pages.ROOT / "docs" / "reproducibility.md").read_text()
+    page = (doc_pages.ROOT / "docs" / "development" / "testing.md").read_text()
     assert f"| published bugs with a test each | {published} |" in readme
     assert f"lists {published} published bugs of such programs and {mutations} mutations" in page

@@ -55,7 +55,7 @@ def test_the_readme_quotes_the_medians():
 
 
 def test_the_benchmarks_page_quotes_ratios_of_the_medians():
-    text = (doc_pages.ROOT / "docs" / "benchmarks.md").read_text()
+    text = (doc_pages.ROOT / "docs" / "development" / "benchmarks.md").read_text()
     short_rule, long_rule, short_model, long_model = (
         medians(name) for _, name in speed_chart.PANELS
     )

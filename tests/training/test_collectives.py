@@ -2,7 +2,7 @@
 
 The CPU's compiler leaves the gather of an unembedding and the exchange of its gradient in the loop
 over micro-batches. The TPU's moves the gather out of it; what it makes of the exchange is in
-docs/decisions.md ("Embeddings under `mesh.fsdp`").
+docs/development/decisions.md ("Embeddings under `mesh.fsdp`").
 """
 
 import dataclasses
