@@ -65,10 +65,10 @@ class Data:
     """Training and evaluation data."""
 
     train_files: str = option("",
-        "training data: files (.jsonl, .jsonl.gz, .json, .csv, .parquet; data/*.parquet), "
+        "training data: files (.jsonl, .jsonl.gz, .json, .csv, .parquet; `data/*.parquet`), "
         "`hf:OWNER/NAME/FILE`, `tfds:NAME/SPLIT`, or generated: `arithmetic:COUNT`, `sums:COUNT`, "
-        "`calculations:COUNT`, `stories:COUNT`. Separate several with commas; FILE[START:END] "
-        "takes some rows; a.jsonl*0.7,b.csv*0.3 mixes sources in these shares",
+        "`calculations:COUNT`, `stories:COUNT`. Separate several with commas; `FILE[START:END]` "
+        "takes some rows; `a.jsonl*0.7,b.csv*0.3` mixes sources in these shares",
         is_list=True, read_by=LEARNING,
         rules=(must_be_set(lambda c: c.data.train_files or c.learns_from_files,
             "train", "critic", *SUPERVISED),))
@@ -230,7 +230,7 @@ class Score:
 
     file: str = option("",
         "JSONL, Parquet, JSON or CSV file of prompts and responses, such as those in a run's "
-        "rollouts/; a pattern with *; or that folder, for its responses of training. Empty: "
+        "rollouts/; a pattern with `*`; or that folder, for its responses of training. Empty: "
         "jax_ppo.critic samples",
         rules=(must_be_set(lambda c: c.score.file, "score"),))
     response_key: str = option("",

@@ -1,6 +1,7 @@
 """The reference page docs/options.md and the list of options in the terminal."""
 
 import contextlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,12 @@ def test_the_page_has_one_row_per_option_with_four_cells():
     names = [row.split("`")[1] for row in rows]
     assert sorted(names) == sorted(option.name for option in all_options())
     assert all(row.replace(r"\|", "").count("|") == 5 for row in rows)
+
+
+def test_markdown_keeps_every_character_of_a_meaning():
+    for option in all_options():
+        outside_code = re.sub("`[^`]*`", "", option.facts.doc)
+        assert not re.search(r"[*<`]|\b_|_\b", outside_code), option.name
 
 
 def test_a_row_states_every_fact():

@@ -6,9 +6,13 @@ import re
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
-# Pages whose Python is run.
+# Pages whose Python is run as one program.
 RECIPES = [
     ROOT / "docs" / "python-api.md",
+    *(
+        ROOT / "docs" / "development" / f"{name}.md"
+        for name in ("built-in-parts", "model-family", "rollout-engine")
+    ),
     *sorted(path for path in (ROOT / "docs" / "recipes").glob("*.md") if path.stem != "index"),
 ]
 
@@ -92,10 +96,10 @@ def edits(path: pathlib.Path) -> list[tuple[str, str, str]]:
 
 
 def commands(path: pathlib.Path) -> list[tuple[str, str]]:
-    """Return (place, command) of each line of a page's shell blocks."""
+    """Return (place, command) of a page's shell blocks; a line that ends with \\ continues."""
     return [
-        (f"{block.page}:{block.line + number}", line)
+        (f"{block.page}:{block.line} {number}", line)
         for block in blocks(path, "bash")
-        for number, line in enumerate(block.text.splitlines())
+        for number, line in enumerate(re.sub(r"\s*\\\n\s*", " ", block.text).splitlines())
         if line.strip()
     ]
