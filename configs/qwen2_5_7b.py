@@ -4,7 +4,7 @@
 
 Parameters, moments and gradient sums are stored in bfloat16 with stochastic rounding; decoding
 splits each matrix over the devices of a host (11.29 of 15.75 GiB on v5e-16, compiled;
-docs/scaling.md). Not run here at this size; its `:smoke` form was.
+docs/development/memory-estimate.md). Not run here at this size; its `:smoke` form was.
 """
 
 from ml_collections import ConfigDict
