@@ -100,11 +100,14 @@ class Data:
     ground_truth_key: str = option("",
         "column of the reference answer; empty: recognized by name (ground_truth, "
         "expected_answer, final_answer, answer), or in reward_model")
-    system_prompt: str = option("", "system message of every chat; replaces one that it has")
+    system_prompt: str = option("", "system message of every chat; replaces one that it has",
+        fixed_on_resume=True)
     prompt_template: str = option("",
         "text around each prompt, or around a chat's last message, whose place is {prompt}; @FILE "
-        "reads the text from a file")
-    instruction: str = option("", "text appended to a prompt that is only a question or problem")
+        "reads the text from a file",
+        fixed_on_resume=True)
+    instruction: str = option("", "text appended to a prompt that is only a question or problem",
+        fixed_on_resume=True)
     chat_template: bool = option(True, "apply the tokenizer's chat template if it has one")
     chat_template_kwargs: str = option("",
         'variables of the chat template, as a JSON object: {"enable_thinking": false}')

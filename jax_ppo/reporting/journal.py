@@ -79,10 +79,8 @@ class Journal:
         self._layout = layout
         self._workdir = workdir
         self._compiled = compiled
-        lost_run = work_directory.lost_run(workdir)
         # Before the log drops the rows that the run repeats.
-        if lost_run and (rows := read_metrics_csv(workdir / "training_metrics.csv")):
-            lost_run += f", after step {rows[-1].get('step')}"
+        run_before = self._describe_run_before()
         self._log = MetricsLog(workdir, trainer, options, progress.step, self.warn)
         self._report = HTMLReport(workdir, options, layout.panels)
         # On one process only: others would read files while this one deletes them.
@@ -100,8 +98,8 @@ class Journal:
         # Monotonic: a change of the system's clock does not affect durations.
         self._started = time.monotonic()
         self._step_started = self._started
-        if lost_run:
-            self.warn(lost_run)
+        if run_before:
+            self.warn(run_before)
 
     def __enter__(self) -> Self:
         self._bar.__enter__()
@@ -202,6 +200,18 @@ class Journal:
     def _seconds_left(self, step: int) -> float:
         """Return the seconds left if each step takes the median, without compilation."""
         return statistics.median(self._last_seconds) * (self._total_steps - step)
+
+    def _describe_run_before(self) -> str:
+        """Return how a run in the folder ended, if killed, and that nothing of it continues."""
+        if not distributed.is_main():
+            return ""
+        text = work_directory.lost_run(self._workdir)
+        rows = read_metrics_csv(self._workdir / "training_metrics.csv")
+        last_step = f", after step {rows[-1].get('step')}" if rows else ""
+        if self._total_steps and not self.progress.step and (text or rows):
+            text = text or "the run before ended"
+            last_step += "; it left no checkpoint: this run begins anew"
+        return text and text + last_step
 
     def report_model(self, path: Path, option: str) -> None:
         """Say where an exported model is, and which option reads it."""

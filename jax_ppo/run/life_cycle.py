@@ -29,7 +29,7 @@ from jax_ppo.reporting import console
 from jax_ppo.reporting.journal import Journal
 from jax_ppo.runtime import compiled_programs, distributed, meshes, signals, work_directory
 from jax_ppo.training.checkpoint import Checkpointer
-from jax_ppo.training.progress import Progress, find_progress, is_due
+from jax_ppo.training.progress import Progress, find_progress, find_saved_run, is_due
 
 BEST = "best"  # folder in the work directory
 JournalT = TypeVar("JournalT", bound=Journal)
@@ -40,7 +40,6 @@ Quality = dict[str, float | None]
 class Training(Protocol[JournalT]):
     """One kind of training, as the life cycle drives it; its state is a pytree on the mesh."""
 
-    command: str  # options that it does not read may change on resume
     mesh: Mesh
     total_steps: int  # number of steps of the whole run
     position: int  # training examples consumed by the steps so far
@@ -89,12 +88,17 @@ class Training(Protocol[JournalT]):
 
 
 def run_life_cycle(
-    config: Config, workdir: Path, build: Callable[[Mesh], Training[JournalT]], best_metric: str
+    config: Config,
+    workdir: Path,
+    build: Callable[[Mesh], Training[JournalT]],
+    command: str,
+    best_metric: str,
 ) -> dict[str, Any]:
     """Train from the newest checkpoint in `workdir`, or from the start if there is none.
 
     Return the contents of summary.json. Most user errors surface in `build`, before weights are
-    loaded. `best_metric`, an entry of `Quality`, chooses the best checkpoint.
+    loaded. Options that `command` does not read may change on resume. `best_metric`, an entry of
+    `Quality`, chooses the best checkpoint.
     """
     mesh = meshes.make_mesh(config.mesh, decoding=config.rollout.mesh.devices)
     checkpointer = Checkpointer(
@@ -109,13 +113,14 @@ def run_life_cycle(
         compiled_programs.count_compilations() as compiled,
         checkpointer as checkpoints,
     ):
+        # First: of data, folders and weights that do not fit, a changed option may be the cause.
+        saved = find_saved_run(config, checkpoints, command)
         training = build(mesh)
         progress = find_progress(
             config,
             training.total_steps,
-            checkpoints,
+            saved,
             console.print_on_main,
-            training.command,
             **training.fingerprints(),
         )
         with training.running(), training.open_journal(workdir, progress, compiled) as journal:

@@ -46,13 +46,11 @@ def train_ppo(config: Config, workdir: Path) -> dict[str, Any]:
             given, _, _ = read_given_responses(config, workdir)
         return PPOTraining(build_run(config, workdir, mesh, console.print_on_main, given=given))
 
-    return life_cycle.run_life_cycle(config, workdir, build, config.trainer.best_metric)
+    return life_cycle.run_life_cycle(config, workdir, build, "train", config.trainer.best_metric)
 
 
 class PPOTraining:
     """PPO's part of the life cycle: a `life_cycle.Training` whose state is a `TrainState`."""
-
-    command = "train"
 
     def __init__(self, run: PPORun) -> None:
         self.mesh = run.mesh

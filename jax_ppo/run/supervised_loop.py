@@ -72,7 +72,7 @@ def train_supervised(config: Config, workdir: Path, task: Task) -> dict[str, Any
             distributed.run_on_main(functools.partial(refuse_foreign_folder, output))
         return build_training(config, task, mesh)
 
-    return life_cycle.run_life_cycle(config, workdir, build, "quality")
+    return life_cycle.run_life_cycle(config, workdir, build, task.command, "quality")
 
 
 train_sft = functools.partial(train_supervised, task=SFT)
@@ -96,7 +96,6 @@ class SupervisedTraining:
     position: int = 0  # training examples consumed by the steps so far
 
     def __post_init__(self) -> None:
-        self.command = self.task.command
         self.can_evaluate = bool(self.held_out)
         self._batches = self._batches_from(0)
         options = self.config.supervised

@@ -3,8 +3,8 @@
 import copy
 import dataclasses
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from jax_ppo.config.option import option_value
 from jax_ppo.config.schema import Config, all_options, flatten_options
@@ -63,6 +63,14 @@ HISTORY = tuple(  # what a resumed run continues from, besides its step and posi
 )
 
 
+# Sections whose options may change the training rows, and those of their options that do not.
+_ROW_SECTIONS = ("data.", "score.", "rollout.multi_turn.")
+_NOT_OF_ROWS = (
+    *("data.train_batch_size", "data.val_files", "data.val_batch_size", "data.val_max_samples"),
+    "data.shuffle",
+)
+
+
 def is_due(completed_steps: int, total_steps: int, frequency: int) -> bool:
     """Return whether something is due that happens every `frequency` steps and after the last.
 
@@ -73,34 +81,82 @@ def is_due(completed_steps: int, total_steps: int, frequency: int) -> bool:
     return frequency >= 0 and (is_multiple or completed_steps == total_steps)
 
 
-def find_progress(
-    config: Config,
-    total_steps: int,
-    checkpoints: Checkpointer,
-    report: Callable[[str], None],
-    command: str,
-    data: dict[str, Any],
-    frozen: dict[str, str] | None = None,
-) -> Progress:
-    """Return the progress of the newest checkpoint, or none if there is no checkpoint.
+class Change(NamedTuple):
+    """An option that has changed since a checkpoint."""
 
-    `data` and `frozen` are the fingerprints of the training data and, by the options that name
-    them, of frozen models. Options that `command` does not read may change. `report` is called with
-    lines for the user. Raise `UserError` if the run cannot be resumed.
+    name: str
+    then: object
+    now: object
+    line: str  # for the user
+
+
+class SavedRun(NamedTuple):
+    """The newest checkpoint in a work directory, which a run continues."""
+
+    step: int
+    meta: dict[str, Any]
+    changes: list[Change]
+
+
+def find_saved_run(config: Config, checkpoints: Checkpointer, command: str) -> SavedRun | None:
+    """Return the checkpoint that a run continues, `None` without one; no arrays are read.
+
+    Options that `command` does not read may change. Raise `UserError` if the run cannot be resumed
+    with these options.
     """
     latest = checkpoints.latest_step()
     if latest is None:
-        return Progress()
+        return None
     if not config.trainer.resume:
         raise UserError(
             "config.trainer.resume=False: the work directory holds a checkpoint after step "
             f"{latest}; give another --workdir, or remove it"
         )
-    # No arrays yet: they are read once the options are known to fit.
     meta = checkpoints.restore(latest, {}).meta
-    changes = _compare_options(config, meta["config"], command)
-    saved = meta.get("frozen", {})
-    changed = [name for name, x in (frozen or {}).items() if saved.get(name, x) != x]
+    values = former_values(meta["config"])
+    changes = []
+    for option in all_options():
+        name, now, then = option.name, option_value(config, option.name), values[option.name]
+        if now == then:
+            continue
+        if option.facts.fixed_on_resume and command in option.read_by:
+            raise UserError(
+                f"config.{name}={now!r}: the work directory holds checkpoints of another "
+                f"experiment, with {then!r}; set that, or give another --workdir"
+            )
+        # Other changes are permitted, and reported.
+        line = f"config.{name} was {then!r} until the checkpoint, and is {now!r} from here on"
+        if any(rule.first_step_only and rule.is_met(config) for rule in option.facts.rules):
+            line = f"config.{name}={now!r}: not read; what the checkpoint made of {then!r} is kept"
+        changes.append(Change(name, then, now, line))
+    removed = {name: x for name, x in flatten_options(meta["config"]).items() if name not in values}
+    if removed:
+        listed = ", ".join(f"{name}={value!r}" for name, value in removed.items())
+        line = f"options that this version does not have, until the checkpoint: {listed}"
+        changes.append(Change("", removed, None, line))
+    return SavedRun(latest, meta, changes)
+
+
+def find_progress(
+    config: Config,
+    total_steps: int,
+    saved: SavedRun | None,
+    report: Callable[[str], None],
+    data: dict[str, Any],
+    frozen: dict[str, str] | None = None,
+) -> Progress:
+    """Return the progress of a saved run, or none if there is no checkpoint.
+
+    `data` and `frozen` are the fingerprints of the training data and, by the options that name
+    them, of frozen models. `report` is called with lines for the user. Raise `UserError` if data or
+    models have changed.
+    """
+    if saved is None:
+        return Progress()
+    latest, meta, changed_options = saved
+    changes = [change.line for change in changed_options]
+    known = meta.get("frozen", {})
+    changed = [name for name, x in (frozen or {}).items() if known.get(name, x) != x]
     for option in changed:
         raise UserError(
             f"config.{option}={option_value(config, option)!r}: its files have changed since "
@@ -109,11 +165,11 @@ def find_progress(
     rows = meta["data"]
     # Rows that moved between memory and a cache have no hash in common, only their number.
     if any(rows[name] != data[name] for name in rows.keys() & data.keys()):
-        raise UserError(
-            f"config.data.train_files={config.data.train_files!r}: the training data have changed: "
-            f"{rows['rows']} rows until the checkpoint, {data['rows']} other or reordered ones "
-            "now. Restore them, or give another --workdir"
-        )
+        name = "score.file" if config.learns_from_files else "data.train_files"
+        files = f"config.{name}={option_value(config, name)!r}"
+        if (template := config.data.prompt_template).startswith("@"):
+            files += f", config.data.prompt_template={template!r}"
+        raise _changed_rows_error(files, changed_options, rows["rows"], data["rows"])
     outlook = f"resuming after step {latest} of {total_steps}"
     if latest >= total_steps:
         more = f", and {latest - total_steps} more" * (latest > total_steps)
@@ -133,39 +189,24 @@ def find_progress(
     return Progress(step=latest, position=meta["position"], **history)
 
 
+def _changed_rows_error(
+    files: str, changes: Sequence[Change], rows_then: int, rows_now: int
+) -> UserError:
+    """Return the error of changed rows: it names changed options, or the files without any."""
+    options = [
+        f"config.{name}={now!r} (until the checkpoint {then!r})"
+        for name, then, now, _ in changes
+        if name.startswith(_ROW_SECTIONS) and name not in _NOT_OF_ROWS
+    ]
+    return UserError(
+        f"{', '.join(options) or files}: the training data have changed, {rows_then} rows until "
+        f"the checkpoint, {rows_now} other or reordered ones now; "
+        f"{'set that back' if options else 'restore the files'}, or give another --workdir"
+    )
+
+
 def former_values(saved: dict[str, Any]) -> dict[str, object]:
     """Return the value of each option by its dotted name, from the options of a checkpoint."""
     values = flatten_options(saved)
     # An option that was added after the checkpoint had the value that is now its default.
     return {option.name: values.get(option.name, option.default) for option in all_options()}
-
-
-def _compare_options(config: Config, saved: dict[str, Any], command: str) -> list[str]:
-    """Return lines about the options that have changed; raise `UserError` for one that is fixed."""
-    values = former_values(saved)
-    changes = []
-    for option in all_options():
-        now, then = option_value(config, option.name), values[option.name]
-        if now == then:
-            continue
-        if option.facts.fixed_on_resume and command in option.read_by:
-            raise UserError(
-                f"config.{option.name}={now!r}: the work directory holds checkpoints of another "
-                f"experiment, with {then!r}; set that, or give another --workdir"
-            )
-        # Other changes are permitted, and reported.
-        if any(rule.first_step_only and rule.is_met(config) for rule in option.facts.rules):
-            changes.append(
-                f"config.{option.name}={now!r}: not read; what the checkpoint made of {then!r} "
-                "is kept"
-            )
-        else:
-            changes.append(
-                f"config.{option.name} was {then!r} until the checkpoint, and is {now!r} from "
-                "here on"
-            )
-    removed = {name: x for name, x in flatten_options(saved).items() if name not in values}
-    if removed:
-        listed = ", ".join(f"{name}={value!r}" for name, value in removed.items())
-        changes.append(f"options that this version does not have, until the checkpoint: {listed}")
-    return changes

@@ -61,6 +61,18 @@ def test_no_figure_of_a_rule_replaces_the_count_of_its_failures(tmp_path):
     assert row["reward/rule_failures"] == "2.0"
 
 
+def test_a_run_that_finds_steps_without_a_checkpoint_says_that_it_begins_anew(tmp_path, capsys):
+    begins = "warning: the run before ended, after step 2; it left no checkpoint: this run begins"
+    report_steps(tmp_path, [{}, {}])
+    assert "begins anew" not in capsys.readouterr().out
+    report_steps(tmp_path, [{}, {}])
+    assert f"{begins} anew\n" in capsys.readouterr().out
+    report_steps(tmp_path, [{}] * 3, Progress(step=1))
+    with make_reporter(tmp_path, total_steps=0):  # an evaluation
+        pass
+    assert "the run before" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("option", "figure", "bad", "quantity"),
     [

@@ -8,9 +8,10 @@ import pytest
 import tiny
 from jax_ppo.config import schema
 from jax_ppo.errors import UserError
+from jax_ppo.run import life_cycle
 from jax_ppo.runtime.devices import resolve_dtype
 from jax_ppo.training import progress
-from jax_ppo.training.checkpoint import Restored
+from jax_ppo.training.checkpoint import Checkpointer, Restored
 
 DATA = {"rows": 8, "memory": "f00d", "weights": None}
 
@@ -22,7 +23,8 @@ def find_progress_of_saved_run(config, total_steps, saved, command="train", data
     checkpoints = types.SimpleNamespace(
         latest_step=lambda: 3, restore=lambda step, abstract: Restored({}, meta)
     )
-    return progress.find_progress(config, total_steps, checkpoints, print, command, data, frozen)
+    saved_run = progress.find_saved_run(config, checkpoints, command)
+    return progress.find_progress(config, total_steps, saved_run, print, data, frozen)
 
 
 def test_options_that_are_gone_are_named(capsys):
@@ -145,6 +147,61 @@ def test_changed_rows_are_refused(change, is_same):
         return
     with pytest.raises(UserError, match="arithmetic:9.*8 rows until .*another --workdir"):
         find_progress_of_saved_run(renamed, 5, saved, data=data)
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        # Files are blamed only where no option explains the rows.
+        ({}, "config.data.train_files='arithmetic:8': the training data have changed, "),
+        (
+            {"data__prompt_key": "text", "data__shuffle": False, "data__val_max_samples": 1},
+            "config.data.prompt_key='text' (until the checkpoint ''): the training data have ",
+        ),
+        (
+            {"rollout__multi_turn__environment": "tools:python", "data__train_max_samples": 7},
+            "config.data.train_max_samples=7 (until the checkpoint None), "
+            "config.rollout.multi_turn.environment='tools:python' (until the checkpoint ''): the ",
+        ),
+    ],
+)
+def test_rows_that_an_option_has_changed_are_not_blamed_on_their_files(changes, cause):
+    """Regression: after a change of a template the files were said to have changed."""
+    files = {"data__train_files": "arithmetic:8"}
+    saved = dataclasses.asdict(tiny.config(**files))
+    with pytest.raises(UserError) as refusal:
+        find_progress_of_saved_run(
+            tiny.config(**files, **changes), 5, saved, data=DATA | {"memory": "beef"}
+        )
+    assert str(refusal.value).startswith(cause)
+
+
+def test_a_file_of_a_template_is_named_with_the_files_of_the_rows():
+    config = tiny.config(data__prompt_template="@template.txt")
+    with pytest.raises(UserError, match="config.data.prompt_template='@template.txt': the train"):
+        find_progress_of_saved_run(
+            config, 5, dataclasses.asdict(config), data=DATA | {"memory": "beef"}
+        )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"data__prompt_template": "Q: {prompt}"},
+        {"data__train_files": "arithmetic:9", "model__lora__rank": 2},
+    ],
+)
+def test_options_are_compared_before_a_run_is_built(change, tmp_path):
+    """Regression: a changed rank was blamed on a folder of exports, after data were read."""
+    saved = tiny.config()
+    meta = {**progress.Progress().history(), "position": 0, "data": DATA}
+    with Checkpointer(tmp_path / "checkpoints", max_to_keep=1, report=print) as checkpoints:
+        checkpoints.save(1, {}, meta | {"config": dataclasses.asdict(saved)}, None)
+    name = list(change)[-1].replace("__", ".")
+    with pytest.raises(UserError, match=rf"config\.{name}=.*another experiment"):
+        life_cycle.run_life_cycle(
+            tiny.config(**change), tmp_path, lambda mesh: pytest.fail("built"), "train", "accuracy"
+        )
 
 
 def test_rows_that_move_from_memory_to_a_cache_are_compared_by_their_number():
