@@ -124,6 +124,13 @@ def test_every_metric_stands_on_the_page_once_and_no_other_does():
     assert sorted(metrics_page.documented()) == sorted(made)
 
 
+def test_names_of_other_libraries_stand_beside_metrics_that_exist():
+    table = metrics_page.PAGE.read_text().partition("| here | verl | TRL |")[2]
+    named = re.findall(r"^\| ([a-z][^|`]*) \|", table, re.MULTILINE)
+    assert len(named) > 30
+    assert {name for row in named for name in row.split(", ")} <= set(metrics_page.documented())
+
+
 def test_what_the_console_and_the_curves_show_stands_on_the_page():
     shown = {column.metric for column in COLUMNS}
     shown |= {name for panel in PANELS for name in panel.curves.values()}
