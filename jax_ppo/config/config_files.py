@@ -150,6 +150,7 @@ def shrink(config: "ml_collections.ConfigDict", defaults: "ml_collections.Config
     config.data.update(
         train_files="arithmetic:64",
         val_files="arithmetic:16:heldout",
+        val_fraction=0.0,
         train_batch_size=_SMOKE_BATCH,
         val_batch_size=16,
         max_prompt_length=48,

@@ -36,6 +36,7 @@ from jax_ppo.config.option_rules import (
     HAS_REWARD_MODEL,
     HAS_REWARD_URL,
     fills_alone,
+    is_set,
     is_unset,
     must_be_set,
     option_is,
@@ -69,21 +70,32 @@ class Data:
         "`hf:OWNER/NAME/FILE`, `tfds:NAME/SPLIT`, or generated: `arithmetic:COUNT`, `sums:COUNT`, "
         "`calculations:COUNT`, `stories:COUNT`. Separate several with commas; `FILE[START:END]` "
         "takes some rows; `a.jsonl*0.7,b.csv*0.3` mixes sources in these shares",
-        is_list=True, read_by=LEARNING,
+        is_list=True, read_by=REPORTS,
         rules=(must_be_set(lambda c: c.data.train_files or c.learns_from_files,
             "train", "critic", *SUPERVISED),))
     val_files: str = option("", "held-out data in the same notation; empty turns evaluation off",
         is_list=True, read_by=REPORTS)
+    val_fraction: float = option(0.0,
+        "share of the training prompts to hold out in place of val_files: drawn at random, the "
+        "same ones with every `seed`, rows of one prompt together",
+        at_least=0, below=1, read_by=REPORTS, fixed_on_resume=True,
+        rules=(
+            is_unset("data.val_files",
+                "config.data.val_files={c.data.val_files!r} is held out; set one of them to its "
+                "default"),
+            is_set("data.train_files", "needs config.data.train_files to take rows from")))
     train_batch_size: int = option(64, "prompts per step", unit="prompts", at_least=1,
         read_by=LEARNING)
     val_batch_size: int = option(256, "prompts per batch of an evaluation",
         unit="prompts", at_least=1)
     val_max_samples: int | None = option(None,
-        "held-out prompts to use, from the start of the files; unset: all",
+        "held-out prompts to use, drawn at random, the same ones with every `seed`; unset: all",
         unit="prompts", at_least=1, read_by=REPORTS)
     train_max_samples: int | None = option(None,
-        "training examples to use, from the start of the files; unset: all",
-        unit="examples", at_least=1, read_by=LEARNING)
+        "training examples to use, drawn at random by `seed`, in the files' order; unset: all",
+        unit="examples", at_least=1, read_by=LEARNING,
+        rules=(OptionRule(lambda c: c.data.train_max_samples >= c.data.train_batch_size,
+            "", "fewer than a step's config.data.train_batch_size={c.data.train_batch_size}"),))
     max_prompt_length: int = option(512,
         "maximum length of a prompt; longer ones are dropped, truncated or refused",
         unit="tokens", at_least=1)
@@ -117,6 +129,11 @@ class Data:
         parse=parse_date, fixed_on_resume=True)
     shuffle: bool = option(True, "shuffle the rows anew in each epoch, from `seed`",
         read_by=LEARNING)
+
+    @property
+    def held_out_option(self) -> str:
+        """Return the option that names the held-out data, for messages."""
+        return "config.data.val_fraction" if self.val_fraction else "config.data.val_files"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -373,11 +390,12 @@ class Trainer:
         "also write the models of the best checkpoint, to WORKDIR/best, which model.path can name",
         rules=(
             OptionRule(
-                lambda c: c.data.val_files and min(c.trainer.save_freq, c.trainer.test_freq) >= 0,
-                "`data.val_files` is set, and `trainer.save_freq` and `trainer.test_freq` are not "
-                "-1",
-                "the best of the steps that are evaluated and saved needs config.data.val_files, "
-                "and config.trainer.save_freq and test_freq of 0 or more"),
+                lambda c: (c.data.val_files or c.data.val_fraction)
+                and min(c.trainer.save_freq, c.trainer.test_freq) >= 0,
+                "`data.val_files` or `data.val_fraction` is set, and `trainer.save_freq` and "
+                "`trainer.test_freq` are not -1",
+                "the best of the steps that are evaluated and saved needs config.data.val_files "
+                "or val_fraction, and config.trainer.save_freq and test_freq of 0 or more"),
             EXPORTS))
     export_critic: bool = option(True,
         "also write the critic to WORKDIR/critic, for critic.path and as a token classifier of "

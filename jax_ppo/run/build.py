@@ -150,8 +150,7 @@ def _read_rows(
     """Read the rows, and try the rule and the plugins on them."""
     samples_data = trains and given is None
     with heartbeat.activity("reading data"):
-        data = config.data if samples_data else dataclasses.replace(config.data, train_files="")
-        examples, held_out = load_examples(data, config.seed)
+        examples, held_out = load_examples(config.data, config.seed, trains=samples_data)
     if given is not None:
         # Rules are resolved for one row of each source.
         examples = list({row.data_source: row for row in given.examples}.values())

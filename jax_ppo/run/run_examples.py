@@ -1,18 +1,21 @@
 """The examples of a run, as `config.data` and `config.score` name them, and their tokens."""
 
 import dataclasses
+import hashlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from jax_ppo.config.rollout_options import MultiTurn
 from jax_ppo.config.schema import Config, Data
 from jax_ppo.data import sources
 from jax_ppo.data.chat_templates import ChatTemplate
 from jax_ppo.data.columns import Columns
-from jax_ppo.data.messages import PLACEHOLDER, shape_prompt
+from jax_ppo.data.messages import PLACEHOLDER, join_contents, shape_prompt
 from jax_ppo.data.response_rows import GivenResponses, RefusedRow, ResponseReader
 from jax_ppo.data.row_formats import parse_row
 from jax_ppo.data.tokenize_prompts import PromptDataset, PromptEncoding, tokenize_prompts
@@ -31,27 +34,32 @@ from jax_ppo.storage.local_files import expand_local_path
 from jax_ppo.types import Example
 
 _SCORE_FILE = "config.score.file"
+_HELD_OUT_SEED = 0  # of the draw of held-out rows: runs with any seed are compared on the same ones
 
 log = logging.getLogger(__name__)
 
 
 def load_examples(
-    data: Data, seed: int, response_key: str | None = None
+    data: Data, seed: int, response_key: str | None = None, trains: bool = True
 ) -> tuple[list[Example], list[Example]]:
-    """Return the training and the held-out examples (none without `data.val_files`).
+    """Return the training and the held-out examples.
 
-    `response_key` is the column of the responses, "" by the names of columns; `None` if they are
-    not read. Raise `UserError` if a source does not exist, or has rows of an unknown form.
+    There are none of the first without `trains`, and none of the second without `data.val_files`
+    and `data.val_fraction`. `response_key` is the column of the responses, "" by the names of
+    columns; `None` if they are not read. Raise `UserError` if a source does not exist, or has rows
+    of an unknown form.
     """
     columns, template = _columns(data, response_key), read_template(data.prompt_template)
     chat_template(data)  # refuses wrong variables before anything is read
 
-    def load(files: str, option: str, max_samples: int | None) -> list[Example]:
+    def read(files: str, option: str) -> list[Example]:
         if not files:
             return []
-        examples = sources.read_examples(
+        return sources.read_examples(
             files, columns=columns, instruction=data.instruction, seed=seed, option=option
-        )[:max_samples]
+        )
+
+    def shape(examples: list[Example], option: str) -> list[Example]:
         first = [e.prompt[0] for e in examples if not isinstance(e.prompt, str)]
         systems = [message["content"] for message in first if message["role"] == "system"]
         replaced = sum(content != data.system_prompt for content in systems)
@@ -72,8 +80,46 @@ def load_examples(
             f"config.data.val_files={data.val_files!r}: weights mix training data; held-out data "
             "are read once"
         )
-    training = load(data.train_files, "config.data.train_files", data.train_max_samples)
-    return training, load(data.val_files, "config.data.val_files", data.val_max_samples)
+    training: list[Example] = []
+    if trains or data.val_fraction:
+        training = read(data.train_files, "config.data.train_files")
+    held_out = read(data.val_files, "config.data.val_files")
+    if data.val_fraction:
+        training, held_out = split_examples(training, data.val_fraction)
+    training = draw_examples(training if trains else [], data.train_max_samples, seed)
+    held_out = draw_examples(held_out, data.val_max_samples, _HELD_OUT_SEED)
+    return shape(training, "config.data.train_files"), shape(held_out, data.held_out_option)
+
+
+def split_examples(
+    examples: Sequence[Example], fraction: float
+) -> tuple[list[Example], list[Example]]:
+    """Return the examples to train on and those to hold out, both in their order.
+
+    `fraction` of the different prompts, at least one, are held out. Hashes draw them, so that no
+    seed or command makes one run train on what another one holds out. Raise `UserError` unless
+    there are two prompts.
+    """
+    prompts = {join_contents(example.prompt) for example in examples}
+    if len(prompts) < 2:
+        raise UserError(
+            f"config.data.val_fraction={fraction}: the training data have one prompt, which cannot "
+            "be divided; use more data, or set config.data.val_files"
+        )
+    drawn = sorted(prompts, key=lambda prompt: hashlib.sha256(prompt.encode()).digest())
+    held_out = set(drawn[: min(max(round(fraction * len(drawn)), 1), len(drawn) - 1)])
+    parts: tuple[list[Example], list[Example]] = ([], [])
+    for example in examples:
+        parts[join_contents(example.prompt) in held_out].append(example)
+    return parts
+
+
+def draw_examples(examples: list[Example], count: int | None, seed: int) -> list[Example]:
+    """Return `count` examples, drawn by the seed, in their order; all if there are no more."""
+    if count is None or count >= len(examples):
+        return examples
+    rows = np.random.default_rng(seed).choice(len(examples), count, replace=False)
+    return [examples[row] for row in np.sort(rows)]
 
 
 def make_parser(
@@ -183,7 +229,7 @@ def tokenize_run_prompts(
     training = PromptDataset((), (), data.max_prompt_length)
     if examples:
         training = tokenize(examples, "config.data.train_files")
-    held_out = tokenize(held_out_examples, "config.data.val_files") if held_out_examples else None
+    held_out = tokenize(held_out_examples, data.held_out_option) if held_out_examples else None
     return training, held_out
 
 

@@ -37,8 +37,11 @@ from jax_ppo.training.state import TrainState
 
 def evaluate_model(config: Config, workdir: Path) -> dict[str, Any]:
     """Evaluate the model; return summary.json's contents. Raise `UserError` without prompts."""
-    if not config.data.val_files:
-        raise UserError("config.data.val_files='': an evaluation needs held-out prompts")
+    if not (config.data.val_files or config.data.val_fraction):
+        raise UserError(
+            "config.data.val_files='': an evaluation needs held-out prompts, there or as "
+            "config.data.val_fraction of the training prompts"
+        )
     checkpoint = find_checkpoint(config.model.path)
     if checkpoint is not None:
         saved = read_run_options(checkpoint)

@@ -294,7 +294,7 @@ def build_training(config: Config, task: Task, mesh: Mesh) -> SupervisedTraining
     training, held_out = load_examples(config.data, config.seed, response_key)
     for examples, option in (
         (training, "config.data.train_files"),
-        (held_out, "config.data.val_files"),
+        (held_out, config.data.held_out_option),
     ):
         responses.validate_responses(examples, task.response_fields, option, response_key)
 
@@ -328,7 +328,7 @@ def build_training(config: Config, task: Task, mesh: Mesh) -> SupervisedTraining
         )
 
     training_set = tokenize(training, "config.data.train_files")
-    held_out_set = tokenize(held_out, "config.data.val_files") if held_out else None
+    held_out_set = tokenize(held_out, config.data.held_out_option) if held_out else None
     longest = max(dataset.longest for dataset in (training_set, held_out_set) if dataset)
     parts = meshes.row_parts(mesh)
     row_length = config.packing.row_length or packing.row_width(longest, parts)

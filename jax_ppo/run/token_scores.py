@@ -93,7 +93,8 @@ def _choose_models(config: Config, checkpoint: Path | None) -> tuple[Config, lis
     """Return the options with the models of a checkpoint or of an exported run, and notes."""
     notes = []
     # Nothing is decoded, and nothing held out is read.
-    config = replace_options(config, {"data.val_files": "", "rollout.max_num_seqs": 1})
+    unread = {"data.val_files": "", "data.val_fraction": 0.0}
+    config = replace_options(config, unread | {"rollout.max_num_seqs": 1})
     if config.score.reward_key:  # the rewards are in the rows
         config = replace_options(config, {"reward.model_path": ""})
     if checkpoint is not None:

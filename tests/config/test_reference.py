@@ -107,7 +107,7 @@ def test_the_terminals_list_has_unit_and_values_of_each_option_in_100_columns(ca
         (
             "evaluate",
             "reward.model_path rollout.val_kwargs.n data.val_files",
-            "critic.path score.file actor.clip_ratio rollout.keep data.train_files",
+            "critic.path score.file actor.clip_ratio rollout.keep data.train_batch_size",
         ),
         (
             "score",
