@@ -365,8 +365,8 @@ LEARNING_RATE_SCHEDULES = Registry(
 ROLLOUT_ENGINES = Registry(RolloutEngineEntry, "Rollout engines", ("rollout.engine",),
     RolloutEngineEntry("built-in", "jax_ppo.sampler.built_in:BuiltInEngine",
         "decodes on the devices that train",
-        when="always, unless another engine was measured to be faster; the only one with "
-        "environments, records of draws and a plan of its memory"),
+        when="no other engine was measured to be faster; only this one has environments, records "
+        "of draws and a memory plan"),
     RolloutEngineEntry("transformers", "jax_ppo.sampler.engines.hugging_face:HuggingFaceEngine",
         "`generate` of Hugging Face transformers, on the CPU of this process",
         when="you compare with another implementation of the model; draws the same tokens as the "

@@ -43,7 +43,7 @@ from jax_ppo.registries import ROLLOUT_ENGINES
 class Sampling:
     """Options of drawing tokens."""
 
-    temperature: float = option(0.0, "divides the logits; 0 is greedy", at_least=0)
+    temperature: float = option(0.0, "divisor of the logits; 0 is greedy", at_least=0)
     top_k: int = option(-1, "draw from the k most likely tokens; -1: from all",
         at_least=-1, not_zero=True)
     top_p: float = option(1.0,
@@ -95,7 +95,7 @@ class MultiTurn:
     """Dialogues: responses of several turns, which an environment answers."""
 
     environment: str = option("",
-        "what answers each turn of the policy: a class, `module:Class` or `file.py:Class` "
+        "environment that answers the policy's turns: a class, `module:Class` or `file.py:Class` "
         "(environments/protocol.py, or with Gymnasium's methods); `gymnasium:ID`; tools, "
         "`tools:calculator,python,file.py:function`; or a server, http://HOST:PORT, which gets "
         "the environment variable JAX_PPO_ENVIRONMENT_KEY, if set, as a bearer token; empty: a "
@@ -115,7 +115,7 @@ class MultiTurn:
         "tokens after which a turn ends; unset: data.max_response_length",
         unit="tokens", at_least=1, rules=(HAS_ENVIRONMENT,))
     max_observation_length: int = option(64,
-        "tokens to which an observation is cut",
+        "maximum length of an observation; longer ones are cut",
         unit="tokens", at_least=1, rules=(HAS_ENVIRONMENT,))
     timeout: float = option(60.0,
         "longest time for a `step` of the environment (the first includes `reset`), after which "
@@ -182,7 +182,7 @@ class RolloutOptions(Sampling):
 
     # Training cannot be greedy: a policy gradient needs samples.
     temperature: float = option(1.0,
-        "divides the logits, in sampling and in all passes of training",
+        "divisor of the logits, in sampling and training",
         above=0, read_by=ADVANTAGES,
         rules=(OptionRule(lambda c: not (
             ROLLOUT_ENGINES.lookup(c.rollout.engine).is_server and c.rollout.filters_tokens),
@@ -196,7 +196,7 @@ class RolloutOptions(Sampling):
         read_by=PPO,
         rules=(*compares_responses(lambda c: c.rollout.n),))
     engine: str = option("built-in",
-        "what generates responses; or your RolloutEngine, `module:Class` or `file.py:Class` "
+        "generator of responses, or your own RolloutEngine, `module:Class` or `file.py:Class` "
         "(sampler/engine.py)",
         choices=tuple(ROLLOUT_ENGINES), is_plugin=True, aliases=ROLLOUT_ENGINES.other_names(),
         rules=(
@@ -225,7 +225,7 @@ class RolloutOptions(Sampling):
         '"\\n\\n"]; the token that completes one is part of the response',
         is_json=True, parse=parse_strings)
     min_new_tokens: int = option(0,
-        "tokens before which no EOS and no stop string ends a response", unit="tokens", at_least=0,
+        "minimum; earlier no EOS is drawn and no stop string counts", unit="tokens", at_least=0,
         rules=(OptionRule(lambda c: c.rollout.min_new_tokens <= c.data.max_response_length,
             "it is at most `data.max_response_length`",
             "must be at most config.data.max_response_length={c.data.max_response_length}"),))
@@ -304,8 +304,8 @@ class RolloutOptions(Sampling):
             DRAWN_ONCE,
             *compares_responses(lambda c: c.rollout.keep or c.rollout.n)))
     keep_by: str = option("spread",
-        "which responses are kept: spread, those whose scores differ most (PODS); best, those "
-        "with the highest",
+        "responses to keep: spread, those whose scores differ most (PODS); best, those with the "
+        "highest",
         choices=("spread", "best"), read_by=PPO, rules=(is_set("rollout.keep"),))
     multi_turn: MultiTurn = section(MultiTurn)
     mesh: RolloutMesh = section(RolloutMesh)

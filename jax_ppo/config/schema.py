@@ -104,7 +104,7 @@ class Data:
     filter_overlong_prompts: bool = option(True,
         "drop prompts longer than max_prompt_length, and report how many")
     truncation: str = option("error",
-        "what happens to a longer prompt if filter_overlong_prompts is off",
+        "refuse longer prompts or cut them there, if filter_overlong_prompts is off",
         choices=("error", "left", "right", "middle"))
     prompt_key: str = option("",
         "column of the prompt, or its name in extra_info; empty: recognized by name, `prompt` "
@@ -112,11 +112,11 @@ class Data:
     ground_truth_key: str = option("",
         "column of the reference answer; empty: recognized by name (ground_truth, "
         "expected_answer, final_answer, answer), or in reward_model")
-    system_prompt: str = option("", "system message of every chat; replaces one that it has",
+    system_prompt: str = option("", "system message of every chat; replaces the chat's own",
         fixed_on_resume=True)
     prompt_template: str = option("",
-        "text around each prompt, or around a chat's last message, whose place is {prompt}; @FILE "
-        "reads the text from a file",
+        "text around each prompt or a chat's last message, which {prompt} stands for; @FILE reads "
+        "the text from a file",
         fixed_on_resume=True)
     instruction: str = option("", "text appended to a prompt that is only a question or problem",
         fixed_on_resume=True)
@@ -427,7 +427,7 @@ class Trainer:
         "JAX_COMPILATION_CACHE_DIR, or jax_ppo/compiled in the user's cache folder",
         read_by=COMMANDS)
     logger: str = option("tensorboard",
-        "where metrics go besides the CSV: tensorboard, wandb, mlflow (server: "
+        "destinations of metrics besides the CSV: tensorboard, wandb, mlflow (server: "
         "MLFLOW_TRACKING_URI), separated by commas; console is always on",
         is_list=True, parse=parse_loggers, read_by=REPORTS)
     project_name: str = option("jax_ppo", "project in wandb, experiment in mlflow", read_by=REPORTS)

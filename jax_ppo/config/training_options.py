@@ -101,8 +101,8 @@ class Model:
         "recompute each layer's activations in the backward pass, to save memory",
         read_by=LEARNING)
     gradient_checkpointing_policy: str = option("full",
-        "what a layer keeps for the backward pass besides its input: full, nothing; attention, "
-        "its output; dots, all matrix products (most memory, least time)",
+        "activations kept for the backward pass besides a layer's input: full, none; attention, "
+        "attention's output; dots, all matrix products (most memory, least time)",
         choices=("full", "attention", "dots"), fixed_on_resume=False, read_by=LEARNING,
         rules=(option_is("model.gradient_checkpointing", True),))
     attention: str = option("auto",
@@ -179,12 +179,12 @@ class Actor:
         "uses only its copy for decoding",
         read_by=MODELS)
     ppo_mini_batch_size: int = option(64,
-        "prompts per optimizer step, each counted as rollout.n samples (or rollout.keep), which "
-        "are shuffled individually",
+        "prompts per optimizer step, each with rollout.n samples (or rollout.keep); samples are "
+        "shuffled individually",
         unit="prompts", at_least=1, read_by=PPO)
     ppo_micro_batch_size_per_device: int | None = option(None,
-        "packed rows that a device processes at once; unset: a sixteenth of all rows, more of "
-        "short or few ones, at most 8,192 tokens",
+        "packed rows that a device processes at once; unset: a sixteenth of all rows, or more if "
+        "they are short or few, up to 8,192 tokens",
         unit="rows", at_least=1, read_by=MODELS)
     ppo_epochs: int = option(1, "passes over a rollout, each in another order", at_least=1,
         read_by=PPO)
@@ -200,7 +200,7 @@ class Actor:
             "it is above 1, or 0",
             "the dual clip's constant must be above 1; 0 turns it off"),))
     policy_loss: str = option("vanilla",
-        "loss of a token; or your own, `module:function` or `file.py:function` "
+        "loss of a token, or your own, `module:function` or `file.py:function` "
         "(kernels/policy_losses.py)",
         choices=tuple(POLICY_LOSSES), is_plugin=True)
     entropy_coeff: float = option(0.0, "weight of the entropy bonus", at_least=0)
@@ -246,8 +246,8 @@ class Teacher:
     """A policy that the actor learns to imitate, on responses that the actor has sampled."""
 
     path: str = option("",
-        "folder or hub name of the teacher, any policy with the actor's vocabulary, or with "
-        "model.lora of adapters in PEFT's format; empty: none",
+        "folder or hub name of the teacher, a policy with the actor's vocabulary (with "
+        "model.lora, adapters in PEFT's format); empty: none",
         fixed_on_resume=True)
     reward_coef: float = option(1.0,
         "subtract this times log actor - log teacher of each sampled token from its reward; 0: no "
@@ -276,12 +276,12 @@ class Critic:
     """The value function's model, loss and update."""
 
     path: str = option("",
-        "folder or hub name that the critic starts from, with model.lora of adapters in PEFT's "
-        "format; empty: model.path",
+        "folder or hub name of the critic's first weights (with model.lora, adapters in PEFT's "
+        "format); empty: model.path",
         fixed_on_resume=True, read_by=ADVANTAGES, rules=(HAS_CRITIC, CRITIC_HAS_TRUNK))
     keep_head: bool | None = option(None,
         "start with the scalar head in critic.path, such as a reward model's; off: with zeros; "
-        "unset: on where critic.path holds a critic that a run exported",
+        "unset: on if a run exported critic.path as a critic",
         fixed_on_resume=False, read_by=ADVANTAGES,
         rules=(
             HAS_CRITIC,
@@ -341,7 +341,7 @@ class KLControl:
     target_kl: float = option(0.1, "KL that adaptive aims at, per target_unit",
         unit="nats", above=0)
     target_unit: str = option("token",
-        "what target_kl counts: token, the mean KL per token (verl); sequence, its sum over a "
+        "unit of target_kl: token, the mean KL per token (verl); sequence, its sum over a "
         "response (OpenAI's 6)",
         choices=("token", "sequence"))
     horizon: int = option(10_000, "samples over which adaptive changes the coefficient",
@@ -363,14 +363,14 @@ class FilterGroups:
         "replace prompts whose responses all earned the same reward by further prompts",
         rules=(REWARDS_BY_RULE, NEWEST_WEIGHTS, DRAWN_ONCE))
     metric: str = option("score",
-        "what must differ: score, the reward of the rules; accuracy, whether responses are "
-        "correct",
+        "figure that must differ within a prompt: score, the reward of the rules; accuracy, "
+        "correct or not",
         choices=("score", "accuracy"),
         aliases={"acc": "accuracy", "seq_reward": "score", "seq_final_reward": "score"},
         rules=(FILTERS_GROUPS,))
     max_num_gen_batches: int = option(10,
-        "most batches of train_batch_size prompts that a step samples; prompts with equal rewards "
-        "then fill the rest",
+        "maximum batches of train_batch_size prompts that a step samples; prompts with equal "
+        "rewards then fill the rest",
         unit="batches", at_least=1, rules=(FILTERS_GROUPS,))
 
 
@@ -379,7 +379,7 @@ class Algorithm:
     """Advantages, returns and the KL to the reference."""
 
     adv_estimator: str = option("gae",
-        "how advantages are estimated; or your own, `module:function` or `file.py:function` "
+        "estimator of advantages, or your own, `module:function` or `file.py:function` "
         "(ppo/advantages.py)",
         choices=tuple(ADVANTAGE_ESTIMATORS), is_plugin=True, fixed_on_resume=True)
     gamma: float = option(1.0, "discount per token",

@@ -127,7 +127,7 @@ def test_every_metric_stands_on_the_page_once_and_no_other_does():
 def test_names_of_other_libraries_stand_beside_metrics_that_exist():
     table = metrics_page.PAGE.read_text().partition("| here | verl | TRL |")[2]
     named = re.findall(r"^\| ([a-z][^|`]*) \|", table, re.MULTILINE)
-    assert len(named) > 30
+    assert len(named) > 15
     assert {name for row in named for name in row.split(", ")} <= set(metrics_page.documented())
 
 
