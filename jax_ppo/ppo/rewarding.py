@@ -23,6 +23,7 @@ from jax_ppo.ppo import forward_passes
 from jax_ppo.ppo.reward_inputs import ModelInputs, RewardInputs
 from jax_ppo.rewards.batch import ScoredBatch, describe_misses, score_batch, scored_misses
 from jax_ppo.rewards.custom import BatchFunction, assign_step_rewards
+from jax_ppo.rewards.reward_functions import is_by_rules
 from jax_ppo.rewards.samples import RewardFunction, RewardResult
 from jax_ppo.rewards.worker_pool import RewardWorkers
 from jax_ppo.runtime import distributed, placement, sharding, signals
@@ -172,7 +173,9 @@ class RuleScorer:
             first_failure=scored.first_failure,
             model_inputs=model_inputs,
             answers={row: x for pairs in answers for row, x in pairs if x is not None},
-            misses=describe_misses(scored_misses(responses.examples, read, scored)),
+            misses=describe_misses(
+                scored_misses(responses.examples, read, scored), is_by_rules(self.options)
+            ),
             figures=self._place_figures(responses, scored, total),
         )
 

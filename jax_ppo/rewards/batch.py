@@ -187,10 +187,11 @@ def scored_misses(
     ]
 
 
-def describe_misses(misses: Iterable[Miss]) -> tuple[str, ...]:
+def describe_misses(misses: Iterable[Miss], by_rules: bool) -> tuple[str, ...]:
     """Return at most three lines that show wrong responses, without duplicates, nearest first.
 
     The nearest contain the ground truth where the rule does not look; then come other answers.
+    What is not graded `by_rules` alone may not look for a ground truth.
     """
 
     def distance(miss: Miss) -> int:
@@ -206,11 +207,14 @@ def describe_misses(misses: Iterable[Miss]) -> tuple[str, ...]:
         if len(lines) == 3:
             break
         line = f"looked for {miss.ground_truth!r}, "
+        if not by_rules:
+            line = f"the reference is {miss.ground_truth!r}, " if miss.ground_truth else ""
         if miss.answer is not None:
             line += f"read {miss.answer!r} "
         is_cut = len(miss.response) > _TAIL
         is_thought = bool(miss.response) and not after_thinking(miss.response)
-        line += "in " + "a thought that does not end: " * is_thought
+        line += "in " if by_rules or miss.answer is not None else "the response is "
+        line += "a thought that does not end: " * is_thought
         line += f"{'...' * is_cut}{miss.response[-_TAIL:]!r}"
         lines.setdefault(line)
     return tuple(lines)

@@ -170,13 +170,22 @@ def scores_any_row(options: Reward) -> bool:
     return is_judged or not has_rules(options)
 
 
+def functions_of(options: Reward) -> list[str]:
+    """Return the user's functions that the options name."""
+    terms = [term.rule for term in options.parsed_terms if ":" in term.rule]
+    return [options.function, *terms] if options.function else terms
+
+
+def is_by_rules(options: Reward) -> bool:
+    """Return whether built-in rules alone grade responses, neither a function nor a server."""
+    return not (functions_of(options) or options.url)
+
+
 def needs_workers(examples: Sequence["Example"], options: Reward) -> bool:
     """Return whether scores come from a user's function or from a rule without a time bound."""
-    if options.function or options.url:
+    if not is_by_rules(options):
         return True
     terms = options.parsed_terms
-    if any(":" in term.rule for term in terms):
-        return True
     sources = {example.data_source for example in examples}
     built_in_rules = [rule for source in sources for _, rule in rules_of_source(source, terms)]
     return any(rule.is_isolated for rule in built_in_rules if rule is not None)

@@ -4,6 +4,7 @@ Before a run, what prevents them: a missing rule or package, a ground truth of a
 """
 
 import difflib
+import functools
 import importlib.util
 import re
 from collections.abc import Iterator, Sequence
@@ -44,29 +45,68 @@ def validate_data_sources(examples: Sequence["Example"], options: Reward = DEFAU
 
 
 def find_obstacles(examples: Sequence["Example"], options: Reward = DEFAULTS) -> Iterator[str]:
-    """Yield one line for each reason why the reward function cannot score an example.
+    """Yield one line for each reason why the reward function cannot score examples, with its rows.
 
     A user-defined function accepts everything; otherwise there must be a rule for the data_source,
     unless terms name rules, and the ground truth must have the rule's form.
     """
     if options.function:
         return
-    for row, example in enumerate(examples, 1):
-        location = example.describe_location(row)
+    found: dict[tuple[str, bool], list[Example]] = {}  # by the reason, and if it quotes the truth
+    for example in examples:
         source = example.data_source
         for name, rule in rules_of_source(source, options.parsed_terms):
             if rule is None:
-                yield f"{location}: {_describe_missing_rule(source)}"
+                found.setdefault((_describe_missing_rule(source), False), []).append(example)
             elif obstacle := rule.find_obstacle(example.ground_truth):
-                named = next(filter(_REFERENCE.fullmatch, map(str, example.extra_info)), "")
-                hint = ""
-                if named and example.ground_truth in ("", []):
-                    hint = f"; if {named} is the answer, set config.data.ground_truth_key={named}"
-                yield (
-                    f"{location}: ground_truth={example.ground_truth!r} {obstacle}, as "
-                    f"{_describe_rule(name, source)} requires; correct the data, or set "
-                    f"config.reward.function=module:function{hint}"
+                reason = (
+                    f"{obstacle}, as {_describe_rule(name, source)} requires; correct the data, or "
+                    "set config.reward.function=module:function"
                 )
+                if is_asked := bool(column := _reference_column(example)):
+                    reason = _ask(column, f", which {_describe_rule(name, source)} requires")
+                found.setdefault((reason, not is_asked), []).append(example)
+    locations = {id(e): e.describe_location(row) for row, e in enumerate(examples, 1)}
+    for (reason, quotes_truth), rows in found.items():
+        if quotes_truth:
+            truths = list(dict.fromkeys(repr(example.ground_truth) for example in rows))
+            reason = f"ground_truth={truths[0]}{', for example,' * (len(truths) > 1)} {reason}"
+        yield f"{_join_locations([locations[id(example)] for example in rows])}: {reason}"
+
+
+def find_unread_references(examples: Sequence["Example"]) -> Iterator[str]:
+    """Yield a question for each column that may be the reference answer that its rows lack."""
+    found: dict[str, list[str]] = {}
+    for row, example in enumerate(examples, 1):
+        if column := _reference_column(example):
+            found.setdefault(column, []).append(example.describe_location(row))
+    for column, locations in found.items():
+        yield f"{_join_locations(locations)}: {_ask(column)}"
+
+
+def _reference_column(example: "Example") -> str:
+    """Return the column that may be the reference answer of a row without one; "" if none may."""
+    if example.ground_truth not in ("", []):
+        return ""
+    return next(filter(_REFERENCE.fullmatch, map(str, example.extra_info)), "")
+
+
+def _ask(column: str, use: str = "") -> str:
+    return f"is `{column}` the reference answer{use}? --config.data.ground_truth_key={column}"
+
+
+def _join_locations(locations: Sequence[str]) -> str:
+    """Return where rows are: "a.csv:2-201", or "a.csv:2-201 (12 rows)" if others lie between."""
+    files: dict[str, list[int]] = {}
+    for location in locations:
+        name, number = re.fullmatch(r"(.*?)(\d*)", location, re.DOTALL).groups()  # type: ignore[union-attr]
+        files.setdefault(name, []).append(int(number or 0))
+    texts = []
+    for name, numbers in files.items():
+        first, last, count = min(numbers), max(numbers), len(numbers)
+        text = f"{name}{first}" if count == 1 else f"{name}{first}-{last}"
+        texts.append(text + f" ({count} rows)" * (count <= last - first))
+    return ", ".join(texts[:3]) + f" and {len(texts) - 3} more files" * (len(texts) > 3)
 
 
 def find_missing_package(examples: Sequence["Example"], options: Reward = DEFAULTS) -> str:
@@ -88,6 +128,7 @@ def _describe_rule(name: str, source: str) -> str:
     return f"data_source={source!r}" if name == AUTO else f"the rule {name!r}"
 
 
+@functools.cache
 def _describe_missing_rule(source: str) -> str:
     described = f"data_source={source!r}"
     if not source:

@@ -14,9 +14,10 @@ from jax_ppo.data.chat_templates import encode_prompt
 from jax_ppo.data.messages import join_contents
 from jax_ppo.data.tokenize_prompts import encode_prompts
 from jax_ppo.environments.loading import describe_tools, load_environment_class
-from jax_ppo.errors import UserError, counted, printable_lines
+from jax_ppo.errors import UserError, counted, printable_lines, shorten
 from jax_ppo.rewards import reward_functions, row_rules
 from jax_ppo.run import rule_trial
+from jax_ppo.run.rule_trial import MADE_UP
 from jax_ppo.run.run_examples import chat_template, load_examples, make_encoding
 from jax_ppo.types import Example
 
@@ -44,9 +45,19 @@ def check_data(config: Config, command: str = "train") -> dict[str, Any]:
         training, held_out = (describe_tools(environment_class, e) for e in (training, held_out))
     tokenizer = _load_tokenizer(config.model)
     missing_package, obstacles = "", list[str]()
+    calls = list[rule_trial.FunctionCall]()
+    warnings = list[str]()
     if command == "train" and not by_environment:
-        missing_package, obstacles = _find_obstacles([*training, *held_out], config.reward)
-    is_supervised = bool(obstacles) and not missing_package
+        examples = [*training, *held_out]
+        missing_package, obstacles = _find_obstacles(examples, config.reward)
+        calls = rule_trial.call_functions(examples, config.reward)
+        if not any("config.data.ground_truth_key" in obstacle for obstacle in obstacles):
+            warnings = list(row_rules.find_unread_references(examples))
+    has_responses = any(example.response is not None for example in training)
+    if obstacles and has_responses and not missing_package:
+        warnings.append("rows of supervised training: --for=sft or --for=reward_model")
+    failed_calls, failures = _describe_failures(calls)
+    warnings += failures
     not_run = ""
     if command != "train":
         not_run = f"{command} reads no rewards"
@@ -54,6 +65,8 @@ def check_data(config: Config, command: str = "train") -> dict[str, Any]:
         not_run = "an environment gives the rewards"
     elif obstacles:
         not_run = "no rule can score some rows"
+    elif failed_calls:
+        not_run = "the function fails"
     parts = [
         _describe(examples, tokenizer, config.reward, config.data, not_run) if examples else None
         for examples in (training, held_out)
@@ -65,15 +78,17 @@ def check_data(config: Config, command: str = "train") -> dict[str, Any]:
         "training": parts[0],
         "held_out": parts[1],
         "overlap": len(_prompts(training) & _prompts(held_out)),
+        "function_calls": [call._asdict() for call in calls],
         "first_prompt": first_prompt,
         "first_prompt_note": note,
         "problems": [
             *obstacles,
+            *failed_calls,
             *_find_response_problems(training, held_out, command, response_key),
             *_find_row_problems(config.data, training, parts[0]),
         ],
         "warnings": [
-            *["rows of supervised training: --for=sft or --for=reward_model"] * is_supervised,
+            *warnings,
             *(
                 f"{name} data: {line}"
                 for name, part in zip(("training", "held-out"), parts, strict=True)
@@ -92,6 +107,8 @@ def format_report(report: dict[str, Any]) -> str:
             lines += [f"{name.replace('_', '-')} data", *_format_part(part), ""]
     if report["held_out"] is not None:
         lines += [f"held-out prompts that are also training prompts: {report['overlap']}", ""]
+    if report["function_calls"]:
+        lines += [*map(_format_call, report["function_calls"]), ""]
     first_prompt = printable_lines(report["first_prompt"])
     note = report["first_prompt_note"]
     lines += [f"the first prompt, as the model reads it ({note}):", *first_prompt.splitlines(), ""]
@@ -165,6 +182,22 @@ def _count_tokens(
     }
 
 
+def _describe_failures(calls: Sequence[rule_trial.FunctionCall]) -> tuple[list[str], list[str]]:
+    """Return problems, of functions that failed on all responses of a source, and warnings."""
+    problems, warnings = list[str](), list[str]()
+    for call in calls:
+        failed = [
+            repr(text) for text, score in zip(MADE_UP, call.scores, strict=True) if score is None
+        ]
+        line = (
+            f"{call.function} fails on {' and on '.join(failed)}, data source "
+            f"{call.data_source!r}: {call.failure}"
+        )
+        if failed:
+            (problems if len(failed) == len(MADE_UP) else warnings).append(line)
+    return problems, warnings
+
+
 def _find_obstacles(examples: Sequence[Example], options: Reward) -> tuple[str, list[str]]:
     """Return the problem of a missing package, "" if none, and all problems that rules have."""
     if reward_functions.scores_any_row(options):
@@ -173,7 +206,7 @@ def _find_obstacles(examples: Sequence[Example], options: Reward) -> tuple[str, 
     missing = row_rules.find_missing_package(examples, options)
     problems = [missing] * bool(missing) + obstacles[:_MAX_SHOWN]
     if len(obstacles) > _MAX_SHOWN:
-        problems.append(f"{len(obstacles)} examples in all cannot be scored")
+        problems.append(f"{len(obstacles) - _MAX_SHOWN} more reasons why rows cannot be scored")
     return missing, problems
 
 
@@ -257,6 +290,18 @@ def _format_part(part: dict[str, Any]) -> list[str]:
         f"  longer than config.data.max_prompt_length={tokens['limit']}: "
         f"{tokens['too_long']:.2%}, {fate}",
     ]
+
+
+def _format_call(call: dict[str, Any]) -> str:
+    scores = [
+        f"{text!r} " + ("fails" if score is None else f"scores {score:g}")
+        for text, score in zip(MADE_UP, call["scores"], strict=True)
+    ]
+    return printable_lines(
+        f"{call['function']} on the first row of data source {call['data_source'] or '(none)'}: "
+        f"{', '.join(scores)}\n  ground_truth is {shorten(repr(call['ground_truth']))}; extra_info "
+        f"has {', '.join(map(str, call['extra_info'])) or 'nothing'}"
+    )
 
 
 def _format_counts(counts: dict[str, int]) -> str:

@@ -14,6 +14,7 @@ from jax_ppo.reporting import console, journal
 from jax_ppo.reporting.html_report import Panel
 from jax_ppo.reporting.sinks import read_metrics_csv
 from jax_ppo.rewards.batch import Miss, describe_misses
+from jax_ppo.rewards.reward_functions import is_by_rules
 from jax_ppo.run.diagnostics import Diagnosis, nothing_is_left
 from jax_ppo.run.evaluation import Evaluation
 from jax_ppo.run.parts import PPORun
@@ -170,7 +171,8 @@ class Reporter(journal.Journal):
         if evaluation.accuracy == 0:
             wrong = (record for record in evaluation.records if record["correct"] is False)
             misses = (Miss(x["ground_truth"], self._read_text(x), x["answer"]) for x in wrong)
-            lines = ["no answer is right", *describe_misses(misses)]
+            by_rules = is_by_rules(self._run.config.reward)
+            lines = ["no answer is right", *describe_misses(misses, by_rules)]
             self.warn(f"{title}: " + "\n  ".join(lines), kind="no right answer")
 
     def _read_text(self, record: Mapping[str, Any]) -> str:

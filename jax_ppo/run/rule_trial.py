@@ -1,8 +1,9 @@
 """A trial of the rule before a run: on responses of the data, and on what the prompts ask for."""
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax_ppo.config.schema import Reward
 from jax_ppo.data.messages import join_contents
@@ -15,6 +16,7 @@ from jax_ppo.rewards.samples import RewardFunction
 from jax_ppo.rewards.worker_pool import RewardWorkers, count_workers
 from jax_ppo.types import Example
 
+MADE_UP = ("The answer is 1.", "")  # responses that user-defined functions are tried on
 _FIRST_ROWS = 8  # that are tried before a run
 
 
@@ -38,13 +40,11 @@ def try_rule(
     most `most_in_workers` responses; user-defined functions are called with `calls_functions`
     alone.
     """
-    terms = options.parsed_terms
-    functions = options.function or any(":" in term.rule for term in terms)
     if not reward_functions.has_rules(options):
         return Trial(not_run="a reward model is the whole reward")
     if options.url and not options.function:
         return Trial(not_run="config.reward.url is not asked before a run")
-    if functions and not calls_functions:
+    if reward_functions.functions_of(options) and not calls_functions:
         return Trial(not_run="functions are not called before a run; `check` calls them")
     # A reference answer, which is the response of rows without another, need not have its form.
     solved = [
@@ -71,8 +71,52 @@ def try_rule(
         wrong=len(misses),
         failed=scored.failures,
         first_failure=scored.first_failure,
-        misses=describe_misses(misses),
+        misses=describe_misses(misses, reward_functions.is_by_rules(options)),
     )
+
+
+class FunctionCall(NamedTuple):
+    """What a user's function returned for the responses `MADE_UP` to a row."""
+
+    function: str
+    data_source: str
+    ground_truth: Any
+    extra_info: list[str]  # the keys
+    scores: list[float | None]  # `None` where the call failed
+    failure: str = ""  # the last line about the first that failed
+
+
+def call_functions(examples: Sequence[Example], options: Reward) -> list[FunctionCall]:
+    """Call the user's functions in a worker process, for the first row of each data source.
+
+    After a source whose calls all failed, which may have taken `reward.timeout` each, a function is
+    not called again.
+    """
+    first_rows = {example.data_source: example for example in reversed(examples)}
+    calls = []
+    for function in reward_functions.functions_of(options):
+        alone = dataclasses.replace(options, function=function, terms="", url="", max_timeouts=1)
+        rule = reward_functions.resolve_reward_function(alone)
+        is_batch = isinstance(rule, BatchFunction)
+        if isinstance(rule, BatchFunction):
+            validate_columns(rule, examples, f"config.reward.function={function!r}")
+        with RewardWorkers(alone, workers=1, takes_batches=is_batch) as workers:
+            for source, row in reversed(first_rows.items()):
+                scored = score_batch(workers, [row] * len(MADE_UP), MADE_UP, alone)
+                results = zip(scored.scores.tolist(), scored.failed, strict=True)
+                scores = [None if failed else score for score, failed in results]
+                failure = ""
+                if scored.failures:
+                    response = repr(MADE_UP[scores.index(None)])
+                    _, _, cause = scored.first_failure.partition(f"ending in {response}:")
+                    failure = cause.rstrip().splitlines()[-1].strip()
+                keys = list(row.extra_info)
+                calls.append(
+                    FunctionCall(function, source, row.ground_truth, keys, scores, failure)
+                )
+                if scored.failed.all():
+                    break
+    return calls
 
 
 def count_perfect_answers(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError
+from jax_ppo.rewards import row_rules
 from jax_ppo.rewards.batch import score_batch
 from jax_ppo.rewards.custom import assign_step_rewards, parse_reward_output, read_reward_output
 from jax_ppo.rewards.reward_functions import resolve_reward_function
@@ -383,10 +384,25 @@ def test_a_source_by_the_name_of_its_task_gets_its_suggestion(source, suggestion
 @pytest.mark.parametrize("name", ["label", "target", "gold_answer", "answerKey"])
 def test_a_column_that_may_be_the_missing_reference_answer_is_named(name):
     row = Example("q", "openai/gsm8k", extra_info={"id": 3, name: "5"})
-    with pytest.raises(UserError, match=f"set config.data.ground_truth_key={name}$"):
+    asked = f"is `{name}` the reference answer, which .* --config.data.ground_truth_key={name}$"
+    with pytest.raises(UserError, match=asked):
         validate_data_sources([row])
     with pytest.raises(UserError, match="config.reward.function=module:function$"):
         validate_data_sources([dataclasses.replace(row, ground_truth="five")])
+
+
+def test_rows_with_one_obstacle_are_one_line():
+    def row(number, truth="five", source="arithmetic", file="a.csv:"):
+        return Example("q", source, truth, location=f"{file}{number}")
+
+    lines = row_rules.find_obstacles(
+        [row(2), row(3, "4"), row(4, "six"), *(row(n, file="b.parquet, row ") for n in (1, 2))]
+    )
+    assert [line.partition(" is not")[0] for line in lines] == [
+        "a.csv:2-4 (2 rows), b.parquet, row 1-2: ground_truth='five', for example,"
+    ]
+    same = row_rules.find_obstacles([row(number, source="mine") for number in (7, 8, 9)])
+    assert [line[:30] for line in same] == ["a.csv:7-9: data_source='mine' "]
 
 
 def test_rewards_of_steps_are_read_and_checked():

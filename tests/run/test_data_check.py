@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 
 import pytest
@@ -12,7 +13,7 @@ from jax_ppo import check
 from jax_ppo.config.schema import Config, Data, Reward
 from jax_ppo.data.tokenizer import load_tokenizer
 from jax_ppo.errors import UserError
-from jax_ppo.run import build, data_check
+from jax_ppo.run import build, data_check, rule_trial
 from jax_ppo.run.rule_trial import try_rule
 from jax_ppo.types import Example
 from llama_folder import write_arithmetic_llama
@@ -131,7 +132,8 @@ def test_a_rule_in_workers_and_a_function_are_run_and_what_is_not_is_said(tmp_pa
         "def score(data_source, solution_str, ground_truth, extra_info):\n"
         "    return {'score': 1 / (solution_str != 'four'), 'acc': 1}\n"
         "def broken(data_source, solution_str, ground_truth, extra_info):\n"
-        "    raise ValueError('absent\\n\\n')\n"
+        "    if solution_str in ('4', 'four'): raise ValueError('absent\\n\\n')\n"
+        "    return 0\n"
     )
     options = ("--config=gsm8k", "--config.data.val_files=", f"--config.model.path={model}")
     options += ("--config.data.train_batch_size=1", "--config.actor.ppo_mini_batch_size=1")
@@ -146,6 +148,67 @@ def test_a_rule_in_workers_and_a_function_are_run_and_what_is_not_is_said(tmp_pa
     assert report["problems"][0].endswith(": ValueError: absent (all of it is logged)")
 
 
+def test_a_function_is_called_once_for_each_source_on_a_short_and_an_empty_response(
+    tmp_path, capfd
+):
+    """Regression: without responses in the data it was not called, and the run died."""
+    rows = [{"prompt": "p", "gold": "1", "data_source": name} for name in "aabb"]
+    rows[2]["gold"] = 1
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    calls = tmp_path / "calls"
+    (tmp_path / "mine.py").write_text(
+        "import os, time\n"
+        "def score(data_source, solution_str, ground_truth, extra_info):\n"
+        f"    log = open({str(calls)!r}, 'a')\n"
+        "    log.write(f'{os.getpid()} {data_source}{solution_str}\\n')\n"
+        "    return {'score': 0.5 * (extra_info['gold'] in solution_str), 'acc': 1}\n"
+        "def last(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return float(solution_str.split()[-1] == '1.')\n"
+        "def hangs(data_source, solution_str, ground_truth, extra_info):\n"
+        "    time.sleep(60)\n"
+    )
+
+    def check_function(name, *options):
+        function = f"--config.reward.terms={tmp_path}/mine.py:{name}:2"
+        return run_check(capfd, path, function, *options)
+
+    report, code = check_function("score")
+    found = [(x["data_source"], x["scores"], x["extra_info"]) for x in report["function_calls"]]
+    keys = ["gold", "data_source"]
+    assert found == [("a", [0.5, 0.0], keys), ("b", [None, None], keys)]
+    (problem,) = report["problems"]
+    assert code == 1 and problem.endswith(
+        "mine.py:score fails on 'The answer is 1.' and on '', data source 'b': TypeError: 'in "
+        "<string>' requires string as left operand, not int"
+    )
+    made = [line.partition(" ") for line in calls.read_text().splitlines()]
+    assert [text for _, _, text in made] == [f"{x}{y}" for x in "ab" for y in rule_trial.MADE_UP]
+    assert str(os.getpid()) not in {process for process, _, _ in made}
+
+    report, code = check_function("last")
+    assert (code, [call["scores"] for call in report["function_calls"]]) == (0, [[1.0, None]] * 2)
+    assert "mine.py:last fails on '', data source 'a': IndexError: " in report["warnings"][1]
+    # It ran out of time once, not for each source and response.
+    report, code = check_function("hangs", "--config.reward.timeout=0.2")
+    (problem,) = report["problems"]
+    assert code == 1 and len(report["function_calls"]) == 1
+    assert "'a': no result within config.reward.timeout=0.2 seconds" in problem
+
+
+def test_a_column_that_may_be_the_reference_is_asked_about_once(tmp_path, capfd):
+    """Regression: five of its rows were five problems."""
+    rows = [{"instruction": f"{x} + 1?", "gold": x + 1} for x in range(9)]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    question = f"{path}:1-9: is `gold` the reference answer"
+    option = "--config.data.ground_truth_key=gold"
+    report, code = run_check(capfd, path, "--config.reward.terms=exact:1")
+    required = f"{question}, which the rule 'exact' requires? {option}"
+    assert (code, report["problems"], report["warnings"]) == (1, [required], [])
+    assert run_check(capfd, path, "--config.reward.terms=exact:1", option)[0]["problems"] == []
+    report, _ = run_check(capfd, path)
+    assert len(report["problems"]) == 1 and report["warnings"] == [f"{question}? {option}"]
+
+
 @pytest.mark.parametrize(
     ("row", "command", "problem"),
     [
@@ -154,7 +217,6 @@ def test_a_rule_in_workers_and_a_function_are_run_and_what_is_not_is_said(tmp_pa
         ({"prompt": "p", "completion": "a"}, "sft", ""),
         ({"prompt": "p", "completion": "a"}, "train", "has no built-in rule"),
         ({"prompt": "p", "completion": "a", "data_source": "exact"}, "train", "is empty"),
-        ({"prompt": "p"}, "train", "has no built-in rule"),
     ],
 )
 def test_data_without_rewards_are_not_asked_about_rules(tmp_path, capsys, row, command, problem):
@@ -204,7 +266,7 @@ def test_prompts_that_ask_for_another_form_are_a_warning(tmp_path, capsys):
     ("rows", "problem"),
     [
         ([{"prompt": "p"}], "a.jsonl:1: data_source='' (the rows have no such column) has no"),
-        ([{"prompt": "p", "data_source": "gsm8k"}] * 9, "9 examples in all cannot be scored"),
+        ([{"prompt": "p", "data_source": "gsm8k"}] * 9, "a.jsonl:1-9: data_source='gsm8k' has no"),
         ([ROW, ROW | {"question": " "}], "1 empty prompt, the first is /"),
     ],
 )
