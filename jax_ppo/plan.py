@@ -106,7 +106,8 @@ def _heading(plan: "StepPlan") -> str:
         if plan.decoding_devices:
             shape += f"{counted(plan.decoding_devices, 'other device')}, "
         shape += _mesh_text(plan.rollout_mesh)
-    return f"{plan.topology.name}, mesh {shape}\ntemporaries: {plan.source}"
+    sizes = f"\n{plan.sizes}" if plan.sizes else ""
+    return f"{plan.topology.name}, mesh {shape}{sizes}\ntemporaries: {plan.source}"
 
 
 def _mesh_text(shape: dict[str, int]) -> str:

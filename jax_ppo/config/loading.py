@@ -42,7 +42,7 @@ BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
 # Options without a default, and how they are reset there.
 OPTIONAL = frozenset(option.name for option in all_options() if option.optional)
-UNSET = "unset"
+UNSET, AUTO = "unset", "auto"
 
 
 def default_config() -> "ml_collections.ConfigDict":
@@ -104,7 +104,7 @@ def parse_option(name: str, text: str) -> Any:
     """Parse an option's value from the command line; raise `UserError` if it is invalid."""
     option = find_option(name)
     value: Any = text
-    if text == UNSET and name in OPTIONAL:
+    if (text == UNSET and name in OPTIONAL) or (text == AUTO and option.facts.is_automatic):
         return None
     if text.lower() in ("null", "none") and text not in (option.facts.choices or ()):
         raise _no_value_error(f"config.{name}={text}")
@@ -247,6 +247,8 @@ def _validate_value(name: str, value: Any, annotation: Any, facts: Facts) -> Any
             value = ",".join(items)
     if facts.is_json and isinstance(value, list | tuple):
         value = json.dumps(list(value))
+    if value == AUTO and facts.is_automatic:
+        return None
     if value is None:
         if expected is annotation:
             raise _no_value_error(f"{name}={value}")

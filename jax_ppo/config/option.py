@@ -76,6 +76,7 @@ class Facts:
     above: Bound | None = None  # exclusive lower bound
     at_most: Bound | None = None  # inclusive upper bound
     below: Bound | None = None  # exclusive upper bound
+    is_automatic: bool = False  # unset, the run chooses; may be written as "auto"
     not_zero: bool = False  # 0 is refused, although the bounds permit it
     # The commands that read the option; `None`: as in its section, or all.
     read_by: tuple[str, ...] | None = None

@@ -22,8 +22,8 @@ HEADER = """\
 
 Set an option in a file under `configs/`, on the command line as `--config.NAME=VALUE`, or in Python
 with `load_config("arithmetic", {"NAME": VALUE})`. A mistake is reported within a second, with the
-nearest valid name. "unset": the program chooses the value that the meaning describes. Numbers must
-be finite and fit into 32 bits.
+nearest valid name. "unset": the program chooses the value that the meaning describes; "auto": it
+chooses by the memory of the devices. Numbers must be finite and fit into 32 bits.
 
 - **Needs**: changing the option is an error unless the condition holds.
 - **Effective only if**: otherwise changing the option has no effect, and a note is printed.
@@ -109,7 +109,7 @@ def _sections() -> Iterator[str]:
 
 def _default(option: Option) -> str:
     if option.default is None:
-        return "unset"
+        return "auto" if option.facts.is_automatic else "unset"
     # A row of a table is one line.
     text = str(option.default).replace("\n", "\\n")
     if not text:

@@ -216,10 +216,10 @@ class RolloutOptions(Sampling):
     url_timeout: float = option(600.0, "longest wait for one response of a server",
         unit="seconds", above=0, rules=(unread_unless(ENGINE_IS_SERVER),))
     vllm: VLLM = section(VLLM)
-    max_num_seqs: int = option(256,
-        "samples that a device decodes at once, each followed by another when it ends; 0: as many "
-        "as fit into memory",
-        unit="samples", at_least=0)
+    max_num_seqs: int | None = option(None,
+        "samples that a device decodes at once, each followed by another when it ends; auto: as "
+        "many as fit into memory, or 256 where its size is unknown, as on CPUs",
+        unit="samples", at_least=1, is_automatic=True)
     stop: str = option("",
         'strings that end a response or a turn: one string, or a JSON list such as ["Question:", '
         '"\\n\\n"]; the token that completes one is part of the response',
@@ -238,8 +238,8 @@ class RolloutOptions(Sampling):
         "memory, but a slightly different policy (algorithm.rollout_is corrects that)",
         choices=("none", "int8"), rules=(HAS_BUILT_IN_ENGINE,))
     logprob_micro_batch_size_per_device: int | None = option(None,
-        "packed rows that a device processes at once without gradients; unset: as for the actor",
-        unit="rows", at_least=1, read_by=MODELS, rules=(DRAWN_ONCE,))
+        "packed rows that a device processes at once without gradients; auto: as for the actor",
+        unit="rows", at_least=1, is_automatic=True, read_by=MODELS, rules=(DRAWN_ONCE,))
     reuse_logprobs: str = option("auto",
         "take the sampler's log-probs as the old policy's: always (ratios then start at 1 up to "
         "rounding, percents in bfloat16); never, compute them again; auto, where rounding cannot "

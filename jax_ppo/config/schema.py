@@ -200,8 +200,8 @@ class Reward:
         "one in its config.json",
         unit="tokens", at_least=16, rules=(HAS_REWARD_MODEL,))
     micro_batch_size_per_device: int | None = option(None,
-        "packed rows of the reward model that a device processes at once; unset: as for the actor",
-        unit="rows", at_least=1, rules=(HAS_REWARD_MODEL,))
+        "packed rows of the reward model that a device processes at once; auto: as for the actor",
+        unit="rows", at_least=1, is_automatic=True, rules=(HAS_REWARD_MODEL,))
     score_position: str = option("auto",
         "token at which a decoder's score is read: auto, the last that is not its pad token, as "
         "in transformers; last_token, the last",

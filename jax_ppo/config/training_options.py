@@ -97,9 +97,10 @@ class Model:
         "type of the computation; auto: bfloat16 on TPUs and on GPUs from compute capability 8.0, "
         "else float32. Parameters are stored in optim.param_dtype",
         choices=("auto", "bfloat16", "float32"))
-    gradient_checkpointing: bool = option(True,
-        "recompute each layer's activations in the backward pass, to save memory",
-        read_by=LEARNING)
+    gradient_checkpointing: bool | None = option(None,
+        "recompute each layer's activations in the backward pass, to save memory; auto: only if "
+        "the memory of the accelerator requires it, on CPUs always",
+        is_automatic=True, fixed_on_resume=False, read_by=LEARNING)
     gradient_checkpointing_policy: str = option("full",
         "activations kept for the backward pass besides a layer's input: full, none; attention, "
         "attention's output; dots, all matrix products (most memory, least time)",
@@ -183,9 +184,9 @@ class Actor:
         "shuffled individually",
         unit="prompts", at_least=1, read_by=PPO)
     ppo_micro_batch_size_per_device: int | None = option(None,
-        "packed rows that a device processes at once; unset: a sixteenth of all rows, or more if "
-        "they are short or few, up to 8,192 tokens",
-        unit="rows", at_least=1, read_by=MODELS)
+        "packed rows that a device processes at once; auto: a sixteenth of all rows, or more if "
+        "they are short or few, up to 8,192 tokens, and fewer if the memory requires it",
+        unit="rows", at_least=1, is_automatic=True, read_by=MODELS)
     ppo_epochs: int = option(1, "passes over a rollout, each in another order", at_least=1,
         read_by=PPO)
     clip_ratio: float = option(0.2, "the ratio is clipped to [1 - clip_ratio, 1 + clip_ratio]",
@@ -303,8 +304,8 @@ class Critic:
         read_by=ADVANTAGES, rules=(CRITIC_IS_SEPARATE,))
     ppo_mini_batch_size: int | None = option(None, "as the actor's; unset: the actor's",
         unit="prompts", at_least=1, rules=(CRITIC_HAS_TRUNK, unread_unless(HAS_CRITIC)))
-    ppo_micro_batch_size_per_device: int | None = option(None, "as the actor's; unset: the actor's",
-        unit="rows", at_least=1, rules=(CRITIC_HAS_TRUNK,))
+    ppo_micro_batch_size_per_device: int | None = option(None, "as the actor's; auto: the actor's",
+        unit="rows", at_least=1, is_automatic=True, rules=(CRITIC_HAS_TRUNK,))
     ppo_epochs: int | None = option(None, "as the actor's; unset: the actor's",
         at_least=1, rules=(CRITIC_HAS_TRUNK, unread_unless(HAS_CRITIC)))
     loss_agg_mode: str | None = option(None, "as the actor's; unset: the actor's",

@@ -10,8 +10,11 @@ from jax_ppo.config.schema import Config, Data
 from jax_ppo.data.prompt_batches import PromptBatches
 from jax_ppo.data.response_rows import GivenResponses, ResponseRow
 from jax_ppo.data.tokenize_prompts import PromptDataset
-from jax_ppo.errors import UserError
-from jax_ppo.memory.decoding_slots import cache_bytes_per_device, queue_cache_shapes
+from jax_ppo.memory.decoding_slots import (
+    cache_bytes_per_device,
+    count_decoding_slots,
+    queue_cache_shapes,
+)
 from jax_ppo.memory.memory_check import LeastMemory, PPOMemory
 from jax_ppo.models.deberta_encoder import Deberta
 from jax_ppo.ppo.advantages import figures_read
@@ -114,16 +117,15 @@ class AbstractStep(StepParts):
         return max(cache_bytes_per_device(caches, self.rollout_mesh) for caches in self.caches)
 
 
-def build_abstract_step(config: Config, mesh: Mesh, hosts: int = 1) -> AbstractStep:
+def build_abstract_step(
+    config: Config, mesh: Mesh, hosts: int = 1, limit: float | None = None
+) -> AbstractStep:
     """Build the abstract programs of a step without placing anything on the mesh.
+
+    A device has `limit` bytes, which decide an automatic `rollout.max_num_seqs`.
 
     Raise `UserError` if options, models, mesh and machine do not match, or config.json is missing.
     """
-    if config.rollout.engine != "built-in":
-        raise UserError(
-            f"config.rollout.engine={config.rollout.engine!r}: only the memory of the built-in "
-            "engine can be planned"
-        )
     folders = resolve_role_folders(resolve_roles(config), config.model, DESCRIPTIONS)
     nets = read_networks(config, folders, needs_weights=False)
     for net in nets.values():
@@ -137,6 +139,9 @@ def build_abstract_step(config: Config, mesh: Mesh, hosts: int = 1) -> AbstractS
         sampling_options(rollout, rollout, data.max_response_length, architecture.eos_ids),
         returns_routed_experts=config.actor.router_replay.mode == "R3",
     )
+    memory = PPOMemory(config, nets, mesh)
+    slots = count_decoding_slots(memory, rollout_mesh, sampling, limit)
+    sampling = dataclasses.replace(sampling, slots=slots)
     state = StateBuilder(config, nets, mesh).shapes()
     sampled_params = policy_params(nets, state)
     reads_rollout = not isinstance(nets.reward, Deberta)  # an encoder reads its own tokens
@@ -177,7 +182,7 @@ def build_abstract_step(config: Config, mesh: Mesh, hosts: int = 1) -> AbstractS
         rollout_mesh=rollout_mesh,
         decoding_weights=shape_decoding_weights(rollout_mesh, nets.actor, sampled_params),
         caches=queue_cache_shapes(data, rollout, nets.actor, rollout_mesh, sampling),
-        least=PPOMemory(config, nets, mesh).measure(),
+        least=memory.measure(),
         hosts=hosts,
     )
 

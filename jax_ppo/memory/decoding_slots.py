@@ -13,7 +13,6 @@ from jax_ppo.memory.memory_check import PPOMemory
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo.samples.source import BATCHES_IN_POOL
 from jax_ppo.runtime import meshes
-from jax_ppo.runtime.devices import read_memory_limit
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.routing import routing_bytes
 from jax_ppo.sampler.slots import Cache, DecodeJob, initial_state, pad_queue
@@ -21,23 +20,25 @@ from jax_ppo.types import Prompts
 
 FALLBACK_SLOTS = 256  # where the platform does not report its memory, as on CPUs
 # Share of the memory for what the arithmetic omits: prefill, activations, fragmentation.
-_RESERVE = 0.1
+_RESERVE = 0.15
 # Larger numbers are rounded down to a multiple of this, which accelerators decode efficiently.
 _MULTIPLE = 8
 
 
-def count_decoding_slots(run: PPOMemory, rollout_mesh: Mesh, sampling: SamplingOptions) -> int:
-    """Return `rollout.max_num_seqs` or, if 0, how many slots' caches fit in every process."""
+def count_decoding_slots(
+    run: PPOMemory, rollout_mesh: Mesh, sampling: SamplingOptions, limit: float | None
+) -> int:
+    """Return `rollout.max_num_seqs` or, if automatic, how many slots' caches fit everywhere.
+
+    A device has `limit` bytes; `None` if that is unknown.
+    """
     config, actor = run.config, run.nets.actor
     if config.rollout.max_num_seqs:
         return config.rollout.max_num_seqs
-    limit = read_memory_limit()
     if limit is None:
         return FALLBACK_SLOTS
     least = run.measure()
-    resident = least.separate or (
-        least.parameters + least.optimizer + least.frozen + least.decoding
-    )
+    resident = least.separate or least.resident + least.decoding
     prompts = config.data.train_batch_size
     if config.rollout.max_staleness > 1:
         prompts *= BATCHES_IN_POOL

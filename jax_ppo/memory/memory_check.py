@@ -34,6 +34,15 @@ _EXHAUSTED = "RESOURCE_EXHAUSTED"  # how XLA's message begins, on every platform
 _MAX_REMEDIES = 4
 
 
+class OutOfMemory(UserError):
+    """A program needs more memory than a device has; `needed` are its bytes, 0 if unknown."""
+
+    def __init__(self, message: str, details: str = "", needed: int = 0) -> None:
+        """Make the message one printable line."""
+        super().__init__(message, details)
+        self.needed = needed
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeastMemory:
     """Bytes on each device."""
@@ -48,10 +57,14 @@ class LeastMemory:
     fetched: int = 0  # what that phase copies from the host's memory
 
     @property
+    def resident(self) -> int:
+        """Return the bytes of the state between phases."""
+        return self.parameters + self.optimizer + self.frozen
+
+    @property
     def peak(self) -> int:
         """Return the bytes of the larger phase; gradients and the decoding copy do not coincide."""
-        resident = self.parameters + self.optimizer + self.frozen
-        return max(resident + max(self.gradients + self.fetched, self.decoding), self.separate)
+        return max(self.resident + max(self.gradients + self.fetched, self.decoding), self.separate)
 
     def __str__(self) -> str:
         parts = dataclasses.asdict(self)
@@ -99,9 +112,14 @@ class PPOMemory:
             fetched=largest_fetched,
         )
 
+    @property
+    def changes(self) -> PossibleChanges:
+        """Return the changes of options that may save memory."""
+        return PossibleChanges(self.config, self.mesh)
+
     def rank_remedies(self, needed: int) -> list[Remedy]:
         """Return the changes of options after which less than `needed` is needed, best first."""
-        return rank_remedies(PossibleChanges(self.config, self.mesh), self._measure_changed, needed)
+        return rank_remedies(self.changes, self._measure_changed, needed)
 
     def _measure_changed(self, changed: Config, mesh: Mesh) -> int:
         """Return the bytes that each device needs with other options and on another mesh."""
@@ -132,10 +150,15 @@ class SupervisedMemory:
             gradients=bytes_per_device(gradients),
         )
 
+    @property
+    def changes(self) -> SupervisedChanges:
+        """Return the changes of options that may save memory."""
+        return SupervisedChanges(self.config, self.mesh)
+
     def rank_remedies(self, needed: int) -> list[Remedy]:
         """Return the changes of options after which less than `needed` is needed, best first."""
         return rank_remedies(
-            SupervisedChanges(self.config, self.mesh),
+            self.changes,
             lambda config, mesh: dataclasses.replace(self, config=config, mesh=mesh).measure().peak,
             needed,
         )
@@ -168,20 +191,20 @@ def validate_memory(run: PPOMemory | SupervisedMemory) -> None:
 
 
 @contextlib.contextmanager
-def explain_out_of_memory(run: PPOMemory) -> Iterator[None]:
-    """Turn an allocation that failed in the block into a `UserError` that says what may help."""
+def explain_out_of_memory(run: PPOMemory | SupervisedMemory) -> Iterator[None]:
+    """Turn an allocation that failed in the block into `OutOfMemory`, which says what may help."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if _EXHAUSTED not in str(error):
             raise
         first_line = str(error).partition("\n")[0]
-        raise UserError(
+        raise OutOfMemory(
             f"a device ran out of memory: {first_line}", details="\n".join(_describe_memory(run))
         ) from error
 
 
-def _describe_memory(run: PPOMemory) -> Iterator[str]:
+def _describe_memory(run: PPOMemory | SupervisedMemory) -> Iterator[str]:
     """Yield lines: what a device holds, and the changes of options that take less."""
     least = run.measure()
     limit = read_memory_limit()
@@ -190,7 +213,7 @@ def _describe_memory(run: PPOMemory) -> Iterator[str]:
         f"  arrays that stay, per device: {least.peak / GIB:.3g} GiB{of_limit} ({least}); the rest "
         "is temporary: activations, logits and the decoding cache"
     )
-    changes = [words for words, _ in PossibleChanges(run.config, run.mesh).save_temporary_memory()]
+    changes = [words for words, _ in run.changes.save_temporary_memory()]
     if changes:
         yield f"  less that is temporary: {' or '.join(changes)}"
     for remedy in run.rank_remedies(least.peak)[:_MAX_REMEDIES]:

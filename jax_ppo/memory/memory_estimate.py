@@ -15,6 +15,7 @@ from jax_ppo.kernels.platform import target_platform
 from jax_ppo.kernels.vocabulary_chunks import default_chunk_size
 from jax_ppo.memory.abstract_step import FLOAT32_BYTES, AbstractStep, Role
 from jax_ppo.memory.memory_check import fetched_memory
+from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.attention import query_block_size
 from jax_ppo.models.hf.deberta import DebertaArchitecture
 from jax_ppo.ppo.programs import StepProgram, find_step_program, planned_programs
@@ -141,8 +142,12 @@ def _update_bytes(step: AbstractStep, name: str, packing: Packing) -> int:
     kept = tokens * role.architecture.hidden_size * role.itemsize
     if not role.net.remat or role.net.remat_policy == "dots":
         blocks = -(-packing.sample.shape[-1] // query_block_size(packing.sample.shape[-1]))
+        # Norms and activations are computed in float32; the policy keeps products alone.
+        kept_per_token = width * FLOAT32_BYTES
+        if role.net.remat:
+            kept_per_token = _products_width(role, parts) * role.itemsize
         # A causal mask hides half of the scores of all blocks of queries.
-        kept = tokens * width * role.itemsize + scores * (blocks + 1) // 2 * FLOAT32_BYTES
+        kept = tokens * kept_per_token + scores * (blocks + 1) // 2 * FLOAT32_BYTES
     elif role.net.remat_policy == "attention":
         kept += kept // parts
     gradients = bytes_per_device(role.trained["layers"])
@@ -178,8 +183,20 @@ def _layer_width(role: Role, parts: int) -> int:
     a = role.architecture
     if isinstance(a, DebertaArchitecture):
         return 8 * a.hidden_size + 3 * a.intermediate_size // parts
+    heads, mlp = _split_widths(a)
+    return 4 * a.hidden_size + (2 * heads + 3 * mlp) // parts
+
+
+def _products_width(role: Role, parts: int) -> int:
+    """Return how many numbers per token a decoder's layer has in its input and its products."""
+    heads, mlp = _split_widths(role.architecture)
+    return 3 * role.architecture.hidden_size + (heads + 2 * mlp) // parts
+
+
+def _split_widths(a: Architecture) -> tuple[int, int]:
+    """Return the widths that `model` splits: of queries with keys, and of the MLP."""
     heads = max((a.num_heads + number) * width for number, width in a.attended_heads)
-    return 4 * a.hidden_size + (2 * heads + 3 * max(a.active_width, a.dense_size)) // parts
+    return heads, max(a.active_width, a.dense_size)
 
 
 def _scores_per_row(role: Role, length: int, parts: int) -> int:

@@ -155,12 +155,7 @@ class PossibleChanges:
 
     def _save_temporary_memory(self) -> Iterator[Change]:
         config = self.config
-        words, recomputed = self._change(
-            {"model.gradient_checkpointing": True, "model.gradient_checkpointing_policy": "full"},
-            joined_by=" with ",
-        )
-        if recomputed != config:
-            yield words, recomputed
+        yield from self._recompute()
         for name in _ROWS:
             rows = option_value(config, name)  # unset, the others follow the actor's
             if rows != 1 and (rows or name.startswith("actor.")):
@@ -169,6 +164,15 @@ class PossibleChanges:
         slots = min(config.rollout.max_num_seqs or samples, samples) // 4
         if slots:
             yield self._change({"rollout.max_num_seqs": slots})
+
+    def _recompute(self) -> Iterator[Change]:
+        change = self._change(
+            {"model.gradient_checkpointing": True, "model.gradient_checkpointing_policy": "full"},
+            joined_by=" with ",
+        )
+        # Unset, activations are recomputed already.
+        if self.config.model.gradient_checkpointing is not None and change[1] != self.config:
+            yield change
 
     def _change(self, values: dict[str, Any], joined_by: str = " and ") -> Change:
         words = joined_by.join(f"config.{name}={value}" for name, value in values.items())
@@ -187,3 +191,9 @@ class SupervisedChanges(PossibleChanges):
         yield self._split_copies()
         names = [f"supervised.optim.{name}" for name in _STORED]
         yield self._change(dict.fromkeys(names, "bfloat16"), joined_by=" with ")
+
+    def save_temporary_memory(self) -> Iterator[Change]:
+        """Return changes that save temporary memory only."""
+        yield from self._recompute()
+        if self.config.supervised.micro_batch_size_per_device != 1:
+            yield self._change({"supervised.micro_batch_size_per_device": 1})

@@ -1,15 +1,24 @@
 """The plan of a step, compiled for the machine or else estimated."""
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jax_ppo.config.schema import Config
+from jax_ppo.config.schema import Config, replace_options
+from jax_ppo.errors import UserError
 from jax_ppo.kernels.platform import assume_platform
 from jax_ppo.memory.abstract_step import AbstractStep, build_abstract_step
+from jax_ppo.memory.automatic_sizes import (
+    AS_SET,
+    SizeChoice,
+    choose_sizes,
+    largest_peak,
+    rank_step_sizes,
+)
 from jax_ppo.memory.compiler_figures import measure_programs
 from jax_ppo.memory.memory_estimate import ProgramMemory, estimate_memory
 from jax_ppo.memory.remedies import PossibleChanges, rank_remedies
@@ -27,7 +36,7 @@ from jax_ppo.runtime.topologies import (
 
 _JSON_FIGURES = (  # fields and properties of a plan that stand in its JSON as they are
     *("mesh", "rollout_mesh", "decoding_devices", "available", "peak", "estimated_peak", "fits"),
-    "source",
+    *("sizes", "source"),
 )
 
 
@@ -58,6 +67,7 @@ class StepPlan:
     decoding_devices: int  # devices that only decode
     decodes_beside: bool  # they decode a whole step while the others learn
     available: float | None  # bytes per device; `None` if unknown
+    sizes: str  # a line about the sizes that were chosen; empty: all are set, or memory is unknown
     source: str  # origin of the temporaries, for the user
     programs: tuple[PlannedProgram, ...]  # in the order of a step
     tokens: int  # prompt and response tokens of a step
@@ -127,6 +137,11 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
     Without `compiles` or the machine's compiler, temporaries are estimated. Raise `UserError` if
     the options do not match machine or models, or a model has no config.json.
     """
+    if config.rollout.engine != "built-in":
+        raise UserError(
+            f"config.rollout.engine={config.rollout.engine!r}: only the memory of the built-in "
+            "engine can be planned"
+        )
     platform = topology.device_type.platform
     # All GPUs that can be named have bfloat16.
     config = dataclasses.replace(config, model=resolve_dtype(config.model, platform))
@@ -139,8 +154,13 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
     )
     with assume_platform("gpu" if platform == "cuda" else platform):  # JAX's name
         with jax.set_mesh(mesh):
-            step = build_abstract_step(config, mesh, hosts)
-            memory, refused = measure_programs(step) if devices else (estimate_memory(step), set())
+
+            def build(sizes: Mapping[str, Any]) -> AbstractStep:
+                sized = replace_options(config, sizes)
+                return build_abstract_step(sized, mesh, hosts, topology.available_bytes)
+
+            step, memory, refused, choice = _measure_step(build, topology, bool(devices))
+        config = step.config
         plan = StepPlan(
             topology=topology,
             mesh=dict(mesh.shape),
@@ -148,6 +168,7 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
             decoding_devices=separate,
             decodes_beside=bool(separate) and config.rollout.max_staleness == 1,
             available=topology.available_bytes,
+            sizes=str(choice),
             source=" ".join(source.split()),
             programs=_plan_programs(step, topology, memory, refused),
             tokens=step.samples * config.sequence_length,
@@ -179,6 +200,25 @@ def _describe_machine(topology: Topology, compiles: bool) -> tuple[list[jax.Devi
         return None, f"{estimated}, because {missing}"
     kind = devices[0].device_kind
     return devices, f"compiled for {kind} ({devices[0].client.platform_version})"
+
+
+def _measure_step(
+    build: Callable[[Mapping[str, Any]], AbstractStep], topology: Topology, compiles: bool
+) -> tuple[AbstractStep, dict[str, ProgramMemory], set[str], SizeChoice]:
+    """Return a step with its automatic sizes, what `measure_programs` returns, and the choice."""
+    choice = AS_SET
+    if topology.available_bytes is not None:
+        choice = choose_sizes(rank_step_sizes(build), topology.available_bytes)
+    while True:
+        step = build(choice.sizes.options)
+        if not compiles:
+            return step, estimate_memory(step), set(), choice
+        memory, refused = measure_programs(step)
+        needed = largest_peak(memory)
+        smaller = choice.smaller(needed) if needed > choice.limit else None
+        if smaller is None:
+            return step, memory, refused, choice
+        choice = smaller
 
 
 def _plan_programs(

@@ -42,6 +42,7 @@ from jax_ppo.run.run_examples import (
 )
 from jax_ppo.run.run_models import Report, RunModels, read_run_models, validate_run_models
 from jax_ppo.runtime import heartbeat, meshes
+from jax_ppo.runtime.devices import read_memory_limit
 from jax_ppo.sampler.built_in import resolve_engine
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.training.random_streams import SampleKeys
@@ -292,7 +293,8 @@ def _sampling_options(
     replays = config.actor.router_replay.mode == "R3"
     sampling = dataclasses.replace(build(rollout), returns_routed_experts=replays)
     held_out = build(rollout.val_kwargs)
-    slots = count_decoding_slots(memory, rollout_mesh, sampling)  # they change no sample
-    if not rollout.max_num_seqs:
+    limit = read_memory_limit()
+    slots = count_decoding_slots(memory, rollout_mesh, sampling, limit)  # they change no sample
+    if not rollout.max_num_seqs and limit is not None:
         report(f"rollout.max_num_seqs: {slots} samples are decoded at once on a device")
     return dataclasses.replace(sampling, slots=slots), dataclasses.replace(held_out, slots=slots)

@@ -1,6 +1,6 @@
 """The life cycle of a training run: resume, take steps, report, evaluate, save, export.
 
-    training = build(mesh)                               # run_life_cycle
+    training = kind.build(sizes, mesh)                   # run_life_cycle
     state = training.load_state(...)                     # StepLoop._start, while programs compile
     for step in range(completed steps, total steps):     # StepLoop.take_steps
         state = training.take_step(state, step)
@@ -16,20 +16,35 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import jax
 from jax.sharding import Mesh
 
-from jax_ppo.config.schema import Config, Trainer
+from jax_ppo.config.schema import Config, Trainer, replace_options
 from jax_ppo.errors import UserError
+from jax_ppo.memory.automatic_sizes import (
+    AS_SET,
+    SizeChoice,
+    Sizes,
+    choose_sizes,
+    compile_within,
+)
+from jax_ppo.memory.memory_check import (
+    OutOfMemory,
+    PPOMemory,
+    SupervisedMemory,
+    explain_out_of_memory,
+)
 from jax_ppo.reporting import console
 from jax_ppo.reporting.journal import Journal
 from jax_ppo.runtime import compiled_programs, distributed, meshes, signals, work_directory
+from jax_ppo.runtime.compiled_programs import Compile
+from jax_ppo.runtime.devices import read_memory_limit
 from jax_ppo.training.checkpoint import Checkpointer
-from jax_ppo.training.progress import Progress, find_progress, find_saved_run, is_due
+from jax_ppo.training.progress import Progress, find_progress, find_saved_run, is_due, saved_options
 
 BEST = "best"  # folder in the work directory
 JournalT = TypeVar("JournalT", bound=Journal)
@@ -44,6 +59,10 @@ class Training(Protocol[JournalT]):
     total_steps: int  # number of steps of the whole run
     position: int  # training examples consumed by the steps so far
     can_evaluate: bool  # whether there are held-out data
+
+    @property
+    def memory(self) -> PPOMemory | SupervisedMemory:
+        """Return what measures the memory of the arrays that stay."""
 
     def fingerprints(self) -> dict[str, dict[str, Any]]:
         """Return fingerprints of "data" and any "frozen" models, which a resumed run compares."""
@@ -87,24 +106,28 @@ class Training(Protocol[JournalT]):
         """Write the trained models to subfolders of `folder`."""
 
 
-def run_life_cycle(
-    config: Config,
-    workdir: Path,
-    build: Callable[[Mesh], Training[JournalT]],
-    command: str,
-    best_metric: str,
-) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class TrainingKind:
+    """What a command trains, before any of it is built."""
+
+    command: str  # options that it does not read may change on resume
+    best_metric: str  # the entry of `Quality` that chooses the best checkpoint
+    # Builds the training with values of options by dotted name; most user errors surface here.
+    build: Callable[[Mapping[str, Any], Mesh], Training[Any]]
+    rank_sizes: Callable[[Mesh], list[Sizes]]  # the sizes that are `auto`, fastest first
+
+
+def run_life_cycle(config: Config, workdir: Path, kind: TrainingKind) -> dict[str, Any]:
     """Train from the newest checkpoint in `workdir`, or from the start if there is none.
 
-    Return the contents of summary.json. Most user errors surface in `build`, before weights are
-    loaded. Options that `command` does not read may change on resume. `best_metric`, an entry of
-    `Quality`, chooses the best checkpoint.
+    Where the devices state their memory, options that are `auto` are chosen by it. Return the
+    contents of summary.json.
     """
     mesh = meshes.make_mesh(config.mesh, decoding=config.rollout.mesh.devices)
     checkpointer = Checkpointer(
         work_directory.checkpoint_directory(workdir),
         max_to_keep=config.trainer.max_checkpoints,
-        best_metric=best_metric,
+        best_metric=kind.best_metric,
         report=console.print_on_main,
         before_save=functools.partial(work_directory.publish, workdir),
     )
@@ -113,28 +136,60 @@ def run_life_cycle(
         compiled_programs.count_compilations() as compiled,
         checkpointer as checkpoints,
     ):
-        # First: of data, folders and weights that do not fit, a changed option may be the cause.
-        saved = find_saved_run(config, checkpoints, command)
-        training = build(mesh)
-        progress = find_progress(
-            config,
-            training.total_steps,
-            saved,
-            console.print_on_main,
-            **training.fingerprints(),
-        )
-        with training.running(), training.open_journal(workdir, progress, compiled) as journal:
-            all_options = dataclasses.asdict(config)
-            loop = StepLoop(training, config.trainer, all_options, checkpoints, progress, journal)
-            state, was_preempted = loop.take_steps()
-            journal.write_pending_report()
-            # A preempted run ends without an export: the next start resumes it.
-            if config.trainer.export and not was_preempted:
-                training.export(state, workdir, journal)
-                if config.trainer.export_best:
-                    del state  # the devices may have no room for two states
-                    export_best(training, checkpoints, workdir, journal)
-            return journal.write_summary(loop.completed_steps, mesh)
+
+        def train(choice: SizeChoice) -> dict[str, Any]:
+            sized = replace_options(config, choice.sizes.options)
+            # First: a changed option may be why data, folders or weights do not fit.
+            saved = find_saved_run(sized, checkpoints, kind.command)
+            training = kind.build(choice.sizes.options, mesh)
+            progress = find_progress(
+                sized,
+                training.total_steps,
+                saved,
+                console.print_on_main,
+                **training.fingerprints(),
+            )
+            with (
+                explain_out_of_memory(training.memory),
+                training.running(),
+                training.open_journal(workdir, progress, compiled) as journal,
+            ):
+                loop = StepLoop(training, sized, checkpoints, progress, journal, choice)
+                state, was_preempted = loop.take_steps()
+                journal.write_pending_report()
+                # A preempted run ends without an export: the next start resumes it.
+                if config.trainer.export and not was_preempted:
+                    training.export(state, workdir, journal)
+                    if config.trainer.export_best:
+                        del state  # the devices may have no room for two states
+                        export_best(training, checkpoints, workdir, journal)
+                return journal.write_summary(loop.completed_steps, mesh)
+
+        choice = AS_SET
+        if (limit := read_memory_limit()) is not None:
+            kept = saved_options(checkpoints)
+            choice = choose_sizes(kind.rank_sizes(mesh), limit, kept)
+        return _train_while_memory_lasts(choice, train)
+
+
+def _train_while_memory_lasts(
+    choice: SizeChoice, train: Callable[[SizeChoice], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return what `train` returns, called with smaller sizes each time that memory runs out."""
+    while True:
+        if line := str(choice):
+            console.print_on_main(line)
+        try:
+            return train(choice)
+        except OutOfMemory as error:
+            # Of several processes, the others may be waiting for this one.
+            smaller = choice.smaller(error.needed) if jax.process_count() == 1 else None
+            if smaller is None:
+                raise
+            reason = str(error).partition("\n")[0]
+        # Here nothing refers to the arrays of the failed attempt.
+        console.print_on_main(f"note: {reason}; the run continues with smaller sizes")
+        choice = smaller
 
 
 def count_steps(trainer: Trainer, steps_per_epoch: int) -> int:
@@ -169,11 +224,16 @@ class StepLoop:
     """The loop over the steps of a run, with the evaluations and checkpoints between them."""
 
     training: Training[Any]
-    options: Trainer
-    all_options: dict[str, Any]  # by section; checkpoints record them
+    config: Config  # checkpoints record it
     checkpoints: Checkpointer
     progress: Progress
     journal: Journal
+    choice: SizeChoice  # of the sizes that are `auto`
+
+    @property
+    def options(self) -> Trainer:
+        """Return the options of the loop."""
+        return self.config.trainer
 
     def __post_init__(self) -> None:
         self.completed_steps = self.progress.step
@@ -204,7 +264,12 @@ class StepLoop:
             # A finished run only exports, and needs no program of a step.
             if progress.step < training.total_steps:
                 take_step = training.step_on_shapes(progress)
-                precompilation.enter_context(compile_in_background(take_step, training.mesh))
+                compile_: Compile = compiled_programs.compile_program
+                if self.choice.smaller() is not None:
+                    compile_ = compile_within(self.choice, training.memory.measure().resident)
+                precompilation.enter_context(
+                    compile_in_background(take_step, training.mesh, compile_)
+                )
             state = training.load_state(self.checkpoints, progress.step)
             evaluates_first = progress.step == 0 and self.options.val_before_train
             if training.can_evaluate and (evaluates_first or progress.evaluation_pending):
@@ -239,7 +304,7 @@ class StepLoop:
                 "position": self.training.position,
                 **self.training.fingerprints(),
                 **self.progress.history(),
-                "config": self.all_options,
+                "config": dataclasses.asdict(self.config),
             }
             trees = self.training.checkpoint_trees(state)
             self.checkpoints.save(self.completed_steps, trees, meta, quality)
@@ -248,7 +313,9 @@ class StepLoop:
 
 
 @contextlib.contextmanager
-def compile_in_background(take_step: Callable[[], object], mesh: Mesh) -> Iterator[None]:
+def compile_in_background(
+    take_step: Callable[[], object], mesh: Mesh, compile_: Compile
+) -> Iterator[None]:
     """Take a step on shapes in another thread while the context runs, and wait for it at its end.
 
     A later call with arrays of the same shapes and shardings uses the compiled program: JAX keeps
@@ -263,7 +330,7 @@ def compile_in_background(take_step: Callable[[], object], mesh: Mesh) -> Iterat
     ) -> Any:
         if stop.is_set():
             raise concurrent.futures.CancelledError
-        return compiled_programs.compile_program(name, lowered, arguments)
+        return compile_(name, lowered, arguments)
 
     def compile_all() -> None:
         with jax.set_mesh(mesh), compiled_programs.run_on_shapes(compile_unless_stopped):

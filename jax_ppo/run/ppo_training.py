@@ -2,15 +2,17 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from jax_ppo.config.schema import Config
-from jax_ppo.memory.memory_check import PPOMemory, explain_out_of_memory
+from jax_ppo.config.schema import Config, replace_options
+from jax_ppo.memory.abstract_step import build_abstract_step
+from jax_ppo.memory.automatic_sizes import Sizes, rank_step_sizes
+from jax_ppo.memory.memory_check import PPOMemory
 from jax_ppo.memory.step_flops import count_step_flops
 from jax_ppo.ppo.programs import take_step_on_shapes
 from jax_ppo.ppo.rewarding import FailedSteps
@@ -27,6 +29,7 @@ from jax_ppo.run.reporter import Reporter
 from jax_ppo.run.run_examples import fingerprint_data, read_given_responses
 from jax_ppo.run.sample_reports import measure_sampling
 from jax_ppo.runtime import compiled_programs, distributed
+from jax_ppo.runtime.devices import read_memory_limit
 from jax_ppo.sampler import engine
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.progress import Progress
@@ -37,16 +40,24 @@ from jax_ppo.training.state import TrainState, trained_trees
 def train_ppo(config: Config, workdir: Path) -> dict[str, Any]:
     """Train, and return the contents of summary.json."""
 
-    def build(mesh: Mesh) -> PPOTraining:
+    def build(sizes: Mapping[str, Any], mesh: Mesh) -> PPOTraining:
+        sized = replace_options(config, sizes)
         roles = resolve_roles(config)
         for folder in life_cycle.export_folders(config.trainer, workdir):
             distributed.run_on_main(functools.partial(refuse_foreign_exports, roles, folder))
         given = None
         if config.learns_from_files:
             given, _, _ = read_given_responses(config, workdir)
-        return PPOTraining(build_run(config, workdir, mesh, console.print_on_main, given=given))
+        return PPOTraining(build_run(sized, workdir, mesh, console.print_on_main, given=given))
 
-    return life_cycle.run_life_cycle(config, workdir, build, "train", config.trainer.best_metric)
+    def rank(mesh: Mesh) -> list[Sizes]:
+        limit = read_memory_limit()
+        return rank_step_sizes(
+            lambda sizes: build_abstract_step(replace_options(config, sizes), mesh, limit=limit)
+        )
+
+    kind = life_cycle.TrainingKind("train", config.trainer.best_metric, build, rank)
+    return life_cycle.run_life_cycle(config, workdir, kind)
 
 
 class PPOTraining:
@@ -54,6 +65,7 @@ class PPOTraining:
 
     def __init__(self, run: PPORun) -> None:
         self.mesh = run.mesh
+        self.memory = PPOMemory(run.config, run.nets, run.mesh, run.folders)
         self.total_steps = run.total_steps
         self.position = 0
         self.can_evaluate = bool(run.held_out)
@@ -71,13 +83,8 @@ class PPOTraining:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Run the engine and the reward workers, and explain errors of exhausted memory."""
-        run = self._run
-        with (
-            explain_out_of_memory(PPOMemory(run.config, run.nets, run.mesh, run.folders)),
-            engine.running(run.engine),
-            run.rules.running(),
-        ):
+        """Run the engine and the reward workers."""
+        with engine.running(self._run.engine), self._run.rules.running():
             yield
 
     def open_journal(

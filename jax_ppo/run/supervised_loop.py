@@ -4,7 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_ppo.config import validation
-from jax_ppo.config.schema import Config
+from jax_ppo.config.schema import Config, replace_options
 from jax_ppo.data import prompt_batches, responses
 from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.data.responses import ResponseDataset
+from jax_ppo.memory.automatic_sizes import Sizes, rank_sizes
 from jax_ppo.memory.memory_check import SupervisedMemory, validate_memory
 from jax_ppo.models.hf.load import (
     describe_unread_parts,
@@ -65,14 +66,36 @@ from jax_ppo.types import Example, Params, with_nan
 def train_supervised(config: Config, workdir: Path, task: Task) -> dict[str, Any]:
     """Train, and return the contents of summary.json."""
 
-    def build(mesh: Mesh) -> SupervisedTraining:
+    def build(sizes: Mapping[str, Any], mesh: Mesh) -> SupervisedTraining:
         # Before training: the export comes after it.
         for folder in life_cycle.export_folders(config.trainer, workdir):
             output = folder / task.output
             distributed.run_on_main(functools.partial(refuse_foreign_folder, output))
-        return build_training(config, task, mesh)
+        return build_training(replace_options(config, sizes), task, mesh)
 
-    return life_cycle.run_life_cycle(config, workdir, build, task.command, "quality")
+    def rank(mesh: Mesh) -> list[Sizes]:
+        """Return the sizes that are automatic, without estimates: the compiler decides."""
+        shards = meshes.row_shards(mesh) // meshes.row_parts(mesh)
+        length = packing.row_width(config.sequence_length, meshes.row_parts(mesh))
+        rows = packing.rows_per_micro_batch(
+            None,
+            length // meshes.row_parts(mesh),
+            config.data.train_batch_size,
+            shards,
+            meshes.needs_large_micro_batches(mesh),
+        )
+        return rank_sizes(
+            config.model.gradient_checkpointing,
+            (
+                "supervised.micro_batch_size_per_device",
+                config.supervised.micro_batch_size_per_device,
+            ),
+            rows // shards,
+            lambda sizes: 0,
+        )
+
+    kind = life_cycle.TrainingKind(task.command, "quality", build, rank)
+    return life_cycle.run_life_cycle(config, workdir, kind)
 
 
 train_sft = functools.partial(train_supervised, task=SFT)
@@ -97,6 +120,8 @@ class SupervisedTraining:
 
     def __post_init__(self) -> None:
         self.can_evaluate = bool(self.held_out)
+        head = self.task.objective.head
+        self.memory = SupervisedMemory(self.config, self.model, head, self.mesh)
         self._batches = self._batches_from(0)
         options = self.config.supervised
         seed = rounding_seed(options.optim, self.config.seed)

@@ -40,7 +40,7 @@ def build_decoder(architecture: Architecture, options: Model, row_length: int) -
     return Transformer(
         architecture,
         dtype,
-        remat=options.gradient_checkpointing,
+        remat=options.gradient_checkpointing is not False,
         remat_policy=options.gradient_checkpointing_policy,
         attention=program,
     )

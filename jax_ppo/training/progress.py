@@ -98,6 +98,14 @@ class SavedRun(NamedTuple):
     changes: list[Change]
 
 
+def saved_options(checkpoints: Checkpointer) -> dict[str, Any]:
+    """Return the options of the newest checkpoint by dotted name; empty without a checkpoint."""
+    latest = checkpoints.latest_step()
+    if latest is None:
+        return {}
+    return flatten_options(checkpoints.restore(latest, {}).meta["config"])
+
+
 def find_saved_run(config: Config, checkpoints: Checkpointer, command: str) -> SavedRun | None:
     """Return the checkpoint that a run continues, `None` without one; no arrays are read.
 

@@ -1,4 +1,4 @@
-"""The number of decoding slots that `rollout.max_num_seqs=0` chooses."""
+"""The number of decoding slots that an automatic `rollout.max_num_seqs` chooses."""
 
 import dataclasses
 
@@ -10,11 +10,11 @@ from jax_ppo.memory import decoding_slots
 from jax_ppo.memory.memory_check import PPOMemory
 from jax_ppo.ppo.step_parts import sampling_options
 
-CONFIG = tiny.config(rollout__max_num_seqs=0, data__train_batch_size=64, rollout__n=2)
+CONFIG = tiny.config(data__train_batch_size=64, rollout__n=2)
 
 
 @pytest.fixture
-def count_slots(monkeypatch):
+def count_slots():
     """Return a function of the bytes left per device beside weights and optimizer states."""
 
     def count(left, config=CONFIG):
@@ -26,9 +26,8 @@ def count_slots(monkeypatch):
             run = PPOMemory(config, nets, mesh)
             least = run.measure()
             resident = least.parameters + least.optimizer + least.frozen + least.decoding
-            limit = None if left is None else (resident + left) / 0.9 + 1
-            monkeypatch.setattr(decoding_slots, "read_memory_limit", lambda: limit)
-            return decoding_slots.count_decoding_slots(run, mesh, sampling)
+            limit = None if left is None else (resident + left) / 0.85 + 1
+            return decoding_slots.count_decoding_slots(run, mesh, sampling, limit)
 
     return count
 

@@ -77,6 +77,12 @@ TPU_PART, TPU_CHUNK = 128 * (64 + 72) * 2, 128 * 32 * 4 // 2
             "update_actor",
             2 * TOKENS * 16 * 4 + BACKWARD + COPY,
         ),
+        (  # input, outputs of attention and MLP, queries and keys, gate and up
+            "cpu:1",
+            REMAT | dict(model__gradient_checkpointing_policy="dots"),
+            "update_actor",
+            TOKENS * (3 * 16 + 24 + 2 * 32) * 4 + SCORES * 4 + BACKWARD + COPY,
+        ),
         (  # the reference's pass of the loss
             "cpu:1",
             REMAT | dict(actor__use_kl_loss=True, actor__kl_loss_type="full"),
@@ -97,7 +103,7 @@ TPU_PART, TPU_CHUNK = 128 * (64 + 72) * 2, 128 * 32 * 4 // 2
             "h100:8",
             SPLIT,
             "update_actor",
-            PART + PART_SCORES * 4  # kept
+            2 * PART + PART_SCORES * 4  # kept, in float32
             + 3 * PART // 2 + 4 * PART_SCORES * 4 + PART_GRADIENTS + GATHERED
             + 3 * CHUNK // 2 + 256 * 4 + HEAD,
         ),
@@ -105,7 +111,7 @@ TPU_PART, TPU_CHUNK = 128 * (64 + 72) * 2, 128 * 32 * 4 // 2
         ("v5e:2x4", SPLIT, "forward_policy",
             TPU_PART + 1168 * 2 + TPU_CHUNK + 256 * 2 + ROUNDED),
         ("v5e:2x4", SPLIT, "update_actor",
-            TPU_PART + 3 * TPU_PART // 2 + PART_GRADIENTS + 1168 * 2
+            2 * TPU_PART + 3 * TPU_PART // 2 + PART_GRADIENTS + 1168 * 2
             + 3 * TPU_CHUNK // 2 + 256 * 4 + 256 * 2 + ROUNDED),
     ],
 )  # fmt: skip

@@ -106,8 +106,8 @@ def test_the_compilers_figures_do_not_count_the_copy_twice(folder):
         assert getattr(ours["sample"], name) == getattr(theirs["sample"], name), name
 
 
-def test_the_check_at_the_start_and_the_slots_know_both_kinds(monkeypatch):
-    config = tiny.config(rollout__max_num_seqs=0, data__train_batch_size=64, **SEPARATE)
+def test_the_check_at_the_start_and_the_slots_know_both_kinds():
+    config = tiny.config(data__train_batch_size=64, **SEPARATE)
     mesh = meshes.make_mesh(config.mesh, jax.devices()[:5], decoding=2)
     rollout_mesh = meshes.make_rollout_mesh(mesh, config.rollout.mesh)
     with jax.set_mesh(mesh):
@@ -127,11 +127,9 @@ def test_the_check_at_the_start_and_the_slots_know_both_kinds(monkeypatch):
     sampling = sampling_options(config.rollout, config.rollout, tiny.T, (1,))
 
     def count_slots(left):
-        monkeypatch.setattr(
-            decoding_slots, "read_memory_limit", lambda: (least.separate + left) / 0.9
-        )
+        limit = (least.separate + left) / 0.85
         with jax.set_mesh(mesh):
-            return decoding_slots.count_decoding_slots(run, rollout_mesh, sampling)
+            return decoding_slots.count_decoding_slots(run, rollout_mesh, sampling, limit)
 
     # The weights and optimizer states that learn take no room from the samples.
     assert count_slots(20_000 + 16 * slot) == count_slots(20_000) + 16 == 24

@@ -995,15 +995,17 @@ def test_an_error_stops_the_precompilation(monkeypatch):
 
     threads = types.SimpleNamespace(Thread=threading.Thread, Event=Event)
     monkeypatch.setattr(life_cycle, "threading", threads)
-    monkeypatch.setattr(compiled_programs, "compile_program", compile_program)
     mesh = meshes.make_mesh(schema.MeshShape())
-    with pytest.raises(KeyError), life_cycle.compile_in_background(take_step, mesh):
+    background = functools.partial(
+        life_cycle.compile_in_background, take_step, mesh, compile_program
+    )
+    with pytest.raises(KeyError), background():
         first.wait(HANG_SECONDS)
         raise KeyError
     assert started == ["one"]
     with (
         pytest.raises(ValueError, match="out of memory"),
-        life_cycle.compile_in_background(take_step, mesh),
+        background(),
     ):
         pass
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_ppo.config.schema import Trainer
+from jax_ppo.config.schema import Config, Trainer
 from jax_ppo.run.life_cycle import (
     EvaluationFailed,
     EvaluationInterrupted,
@@ -142,12 +142,12 @@ def test_a_step_whose_evaluation_fails_is_saved_and_its_evaluation_is_pending():
             fingerprints=dict,
             checkpoint_trees=lambda state: {"actor": state},
         ),
-        options=Trainer(test_freq=1, save_freq=0),
-        all_options={},
+        config=Config(trainer=Trainer(test_freq=1, save_freq=0)),
         checkpoints=types.SimpleNamespace(
             save=lambda step, trees, meta, quality: saved.append((step, trees, meta, quality)),
             wait=lambda: saved.append("waited"),
         ),
+        choice=None,
         progress=Progress(),
         journal=types.SimpleNamespace(
             write_pending_report=lambda: None,

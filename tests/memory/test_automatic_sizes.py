@@ -1,0 +1,118 @@
+"""Recomputation and micro-batches choose themselves by the memory of the devices."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import tiny
+from jax_ppo.config.loading import load_config
+from jax_ppo.memory import automatic_sizes, step_plan
+from jax_ppo.memory.automatic_sizes import Sizes, choose_sizes, compile_within, rank_sizes
+from jax_ppo.memory.memory_check import OutOfMemory
+from jax_ppo.models.hf.config_export import to_hf_config
+from jax_ppo.run import life_cycle, ppo_training
+from jax_ppo.runtime.topologies import parse_topology
+from whole_run import read_steps
+
+ROWS = "actor.ppo_micro_batch_size_per_device"
+CHECKPOINTING, POLICY = "model.gradient_checkpointing", "model.gradient_checkpointing_policy"
+AUTOMATIC = dict(model__gradient_checkpointing=None, actor__ppo_micro_batch_size_per_device=None)
+
+
+def test_less_recomputation_comes_before_larger_micro_batches():
+    needs = iter([80, 60, 55, 50, 40, 30])
+    ranked = rank_sizes(None, (ROWS, None), 4, lambda sizes: next(needs))
+    recomputed = {CHECKPOINTING: True, POLICY: "full"}
+    assert [sizes.options for sizes in ranked] == [
+        {CHECKPOINTING: False, POLICY: "full", ROWS: None},
+        {CHECKPOINTING: True, POLICY: "dots", ROWS: None},
+        {CHECKPOINTING: True, POLICY: "attention", ROWS: None},
+        {**recomputed, ROWS: None},
+        {**recomputed, ROWS: 2},
+        {**recomputed, ROWS: 1},
+    ]
+    # 85 % of 71 are 60.35, of 40 are 34.
+    choice = choose_sizes(ranked, 71)
+    assert choice.index == 1 and choose_sizes(ranked, 40).index == 5
+    assert str(choice).startswith(f"sizes by the free memory: {CHECKPOINTING}=True")
+    # Without enough for any, the smallest are tried.
+    assert choose_sizes(ranked, 10).index == 5
+    # The compiler needed 90 instead of 60: the others are taken for half as large again, too.
+    assert choice.smaller(90).index == 4 and choice.smaller().index == 2
+    assert choose_sizes(ranked, 10).smaller() is None
+    # A checkpoint's sizes stay as long as they fit.
+    assert choose_sizes(ranked, 1000, {**recomputed, ROWS: 2, "seed": 1}).index == 4
+    assert choose_sizes(ranked, 40, {**recomputed, ROWS: None}).index == 5
+
+
+def test_options_that_are_set_stay():
+    only_rows = rank_sizes(False, (ROWS, None), 2, lambda sizes: 1)
+    assert [sizes.options for sizes in only_rows] == [{ROWS: None}, {ROWS: 1}]
+    assert rank_sizes(False, (ROWS, 2), 2, lambda sizes: 1) == []
+    assert not str(choose_sizes([], 1000)) and choose_sizes([], 1000).smaller() is None
+
+
+@pytest.mark.parametrize(
+    ("topology", "sizes"),
+    [("h100:1", f"{CHECKPOINTING}=False, {ROWS}=auto"), ("cpu:1", "")],
+)
+def test_a_plan_names_the_sizes_of_a_machine_of_known_memory(tmp_path, topology, sizes):
+    (tmp_path / "config.json").write_text(json.dumps(to_hf_config(tiny.ARCHITECTURE)))
+    config = tiny.config(model__path=str(tmp_path), **AUTOMATIC)
+    plan = step_plan.plan_step(config, parse_topology(topology), compiles=False)
+    assert sizes in plan.sizes and bool(sizes) == bool(plan.sizes)
+
+
+def test_the_compilers_figures_decide():
+    lowered = jax.jit(lambda x: jnp.sort(x @ x)).lower(jnp.ones((64, 64)))  # 16 KiB and more
+    choice = automatic_sizes.SizeChoice([Sizes({})], 0, available=100_000)
+    assert compile_within(choice, resident=1000)("update_actor", lowered, ()).shape == (64, 64)
+    with pytest.raises(OutOfMemory, match="update_actor needs") as error:
+        compile_within(choice, resident=80_000)("update_actor", lowered, ())
+    assert 96_384 <= error.value.needed <= 200_000
+    # What samples has its own measure.
+    compile_within(choice, resident=80_000)("sample", lowered, ())
+
+
+def test_a_run_goes_on_with_smaller_sizes_and_is_resumed_with_them(tmp_path, monkeypatch, capsys):
+    """A CPU stands for a device of 2 GiB, whose compiler refuses the first sizes."""
+    monkeypatch.setattr(life_cycle, "read_memory_limit", lambda: 2 * 2**30)
+    compile_ = automatic_sizes.compile_within
+    refused = []
+
+    def refuse_first(choice, resident):
+        def refuse(name, lowered, arguments):
+            if name == "update_actor" and not refused:
+                refused.append(choice.sizes.options)
+                raise OutOfMemory("update_actor needs 3 of 2 GiB per device", needed=3 * 2**30)
+            return compile_(choice, resident)(name, lowered, arguments)
+
+        return refuse
+
+    monkeypatch.setattr(life_cycle, "compile_within", refuse_first)
+    options = dict(trainer__total_training_steps=2, trainer__export=False)
+    automatic = options | AUTOMATIC
+
+    def train(folder, **changes):
+        config = load_config("arithmetic:smoke", **(automatic | changes))
+        ppo_training.train_ppo(config, tmp_path / folder)
+        return capsys.readouterr().out, read_steps(tmp_path / folder)
+
+    output, rows = train("run")
+    assert refused == [{CHECKPOINTING: False, POLICY: "full", ROWS: None}]
+    line = "note: update_actor needs 3 of 2 GiB per device; the run continues with smaller sizes"
+    before, after = output.split(line)
+    assert f"sizes by the free memory: {CHECKPOINTING}=False" in before
+    assert f"sizes by the free memory: {CHECKPOINTING}=True" in after and "step 2/2" in after
+    resumed, _ = train("run", trainer__total_training_steps=3)
+    assert "resuming after step 2 of 3" in resumed and "until the checkpoint" not in (
+        resumed.replace("trainer.total_training_steps was 2 until the checkpoint", "")
+    )
+    assert f"sizes by the free memory: {CHECKPOINTING}=True" in resumed
+    # Sizes change results by rounding alone.
+    _, larger = train("other", model__gradient_checkpointing=False)
+    for ours, theirs in zip(rows, larger, strict=True):
+        for name in ("actor/grad_norm", "critic/grad_norm", "reward/mean"):
+            assert float(ours[name]) == pytest.approx(float(theirs[name]), rel=1e-3, abs=1e-5), name
