@@ -63,6 +63,7 @@ class _RunRows(NamedTuple):
     environment_class: Callable[..., Any] | None
 
 
+@heartbeat.activity("preparing the run")
 def build_run(
     config: Config,
     workdir: Path,

@@ -46,6 +46,7 @@ class Evaluation:
         return self.records[:: self.responses_per_prompt][:count]
 
 
+@heartbeat.activity("preparing the evaluation")
 def evaluate_policy(
     run: PPORun, state: TrainState, before_batch: Callable[[], None] = lambda: None
 ) -> Evaluation:

@@ -43,6 +43,7 @@ from jax_ppo.reporting.journal import Journal
 from jax_ppo.runtime import compiled_programs, distributed, meshes, signals, work_directory
 from jax_ppo.runtime.compiled_programs import Compile
 from jax_ppo.runtime.devices import read_memory_limit
+from jax_ppo.runtime.heartbeat import activity
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.progress import Progress, find_progress, find_saved_run, is_due, saved_options
 
@@ -242,7 +243,8 @@ class StepLoop:
         """Take the remaining steps; return the last state, and whether a signal ended the run."""
         state = self._start()
         for step in range(self.completed_steps, self.training.total_steps):
-            state = self.training.take_step(state, step, self.journal)
+            with activity(f"step {step + 1}"):
+                state = self.training.take_step(state, step, self.journal)
             self.completed_steps = step + 1
             quality = self._evaluate_if_due(state)
             stops = should_stop()
@@ -333,7 +335,8 @@ def compile_in_background(
         return compile_(name, lowered, arguments)
 
     def compile_all() -> None:
-        with jax.set_mesh(mesh), compiled_programs.run_on_shapes(compile_unless_stopped):
+        on_shapes = compiled_programs.run_on_shapes(compile_unless_stopped)
+        with jax.set_mesh(mesh), on_shapes, activity("compiling a step"):
             take_step()
 
     # XLA compiles outside the interpreter lock, so the main thread keeps loading weights.

@@ -28,7 +28,7 @@ from jax_ppo.run.parts import PPORun
 from jax_ppo.run.reporter import Reporter
 from jax_ppo.run.run_examples import fingerprint_data, read_given_responses
 from jax_ppo.run.sample_reports import measure_sampling
-from jax_ppo.runtime import compiled_programs, distributed
+from jax_ppo.runtime import compiled_programs, distributed, heartbeat
 from jax_ppo.runtime.devices import read_memory_limit
 from jax_ppo.sampler import engine
 from jax_ppo.training.checkpoint import Checkpointer
@@ -101,6 +101,7 @@ class PPOTraining:
             take_step_on_shapes, run, run.states.shapes(), batches, progress.step
         )
 
+    @heartbeat.activity("loading the state")
     def load_state(self, checkpoints: Checkpointer, step: int) -> TrainState:
         """Return the state to start from."""
         run = self._run

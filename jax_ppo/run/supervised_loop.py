@@ -156,6 +156,7 @@ class SupervisedTraining:
         batches = self._batches_from(progress.position)
         return functools.partial(self._run_step, self._state_shapes(), progress.step, batches)
 
+    @heartbeat.activity("loading the state")
     def load_state(self, checkpoints: Checkpointer, step: int) -> State:
         """Return parameters and optimizer state; at step 0 the model's own parameters are read."""
         # Shapes first: both a checkpoint and a model's folder are read into their shards.
@@ -183,10 +184,9 @@ class SupervisedTraining:
 
     def take_step(self, state: State, step: int, journal: Journal) -> State:
         """Take a step, and queue its report."""
-        with heartbeat.activity(f"step {step + 1}"):
-            state, metrics = self._run_step(state, step, self._batches)
-            self.position = self._batches.position
-            journal.write_pending_report()  # of the step before, while this one is computed
+        state, metrics = self._run_step(state, step, self._batches)
+        self.position = self._batches.position
+        journal.write_pending_report()  # of the step before, while this one is computed
 
         def write() -> None:
             # This waits for the step. In the loop the next one has been dispatched before.
@@ -310,6 +310,7 @@ class SupervisedTraining:
         return {name: sums[name] / units for name in self.task.objective.names}
 
 
+@heartbeat.activity("preparing the run")
 def build_training(config: Config, task: Task, mesh: Mesh) -> SupervisedTraining:
     """Build a run without weights; raise `UserError` if data, model or machine do not fit it."""
     # 1. Notes and data, before anything of the model is read.

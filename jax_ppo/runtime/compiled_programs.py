@@ -64,9 +64,11 @@ class CompiledProgram:
         if key not in results:
             token = _shape_run.set(None)  # a function that is traced calls others on tracers
             try:
-                with heartbeat.activity(f"compiling {self.__name__.strip('_')}"):
+                name = self._name(*arguments, **named) if callable(self._name) else self._name
+                words = (name or self.__name__).replace("update_", "the update of the ")
+                words = words.replace("forward_", "the forward pass of the ").replace("_", " ")
+                with heartbeat.activity(f"compiling {words.strip()}"):
                     lowered = self.lower(*arguments, **named)
-                    name = self._name(*arguments, **named) if callable(self._name) else self._name
                     results[key] = compile_(name, lowered, arguments)
             finally:
                 _shape_run.reset(token)

@@ -56,8 +56,7 @@ class Heartbeat:
         now = time.monotonic()
         if now - self.printed_at >= self.quiet_seconds:
             self.printed_at = now
-            state = "starting" if self.quiet_seconds == START_SECONDS else "running"
-            idle = f"{state} ({now - self._started_at:.0f} s)"
+            idle = f"running ({now - self._started_at:.0f} s)"
             self._report(f"... {describe_activities(now) or idle}")
 
 

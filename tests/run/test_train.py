@@ -29,7 +29,7 @@ from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.reporting.files import read_samples
 from jax_ppo.run import life_cycle, ppo_training, standalone_evaluation
-from jax_ppo.runtime import compiled_programs, meshes, placement
+from jax_ppo.runtime import compiled_programs, heartbeat, meshes, placement
 from jax_ppo.runtime.compiled_programs import CompiledProgram
 from llama_folder import write_arithmetic_llama
 from waiting import HANG_SECONDS
@@ -833,6 +833,7 @@ class WatchedRun:
       compiled: seconds of each compilation.
       compiled_at_step: number of compilations by the end of each step.
       calls_at_step: calls of each function that transfers arrays by the end of each step.
+      unnamed: those that a heartbeat could not have named the phase of.
     """
 
     workdir: pathlib.Path
@@ -841,6 +842,7 @@ class WatchedRun:
     compiled: list[float]
     compiled_at_step: dict[int, int]
     calls_at_step: dict[int, collections.Counter[str]]
+    unnamed: list[str]
 
 
 @pytest.fixture(scope="module")
@@ -848,6 +850,7 @@ def watched(files: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Wa
     """Train while implicit transfers are refused in steps 5 and 6, which nothing interrupts."""
     compiled: list[float] = []
     calls: collections.Counter[str] = collections.Counter()
+    unnamed: list[str] = []
     compiled_at_step, calls_at_step = {}, {}
 
     def listen(event: str, seconds: float, **_: object) -> None:
@@ -859,6 +862,8 @@ def watched(files: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Wa
 
         def call(*args):
             calls[name] += 1
+            if not heartbeat.describe_activities(0.0):
+                unnamed.append(name)
             return function(*args)
 
         patch.setattr(owner, name, call)
@@ -897,8 +902,13 @@ def watched(files: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Wa
         jax.config.update("jax_enable_compilation_cache", True)
         jax.monitoring.clear_event_listeners()
     return WatchedRun(
-        workdir, output.getvalue(), summary, compiled, compiled_at_step, calls_at_step
+        workdir, output.getvalue(), summary, compiled, compiled_at_step, calls_at_step, unnamed
     )
+
+
+def test_whatever_a_run_does_has_a_name_on_the_console(watched: WatchedRun):
+    """Regression: minutes of compilation were "... starting (167 s)"."""
+    assert watched.calls_at_step[8].total() > 50 and not watched.unnamed
 
 
 def test_nothing_is_compiled_after_the_second_step(watched: WatchedRun):

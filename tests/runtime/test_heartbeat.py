@@ -45,16 +45,16 @@ def beats(clock, monkeypatch):
 
 def test_ten_seconds_never_pass_without_a_line(beats):
     assert beats(8) == []
-    assert beats(1) == ["... starting (9 s)"]
+    assert beats(1) == ["... running (9 s)"]
     assert beats(8) == []
     heartbeat.line_printed()
     assert beats(8) == [], "a line of the run itself counts"
-    assert beats(10) == ["... starting (26 s)", "... starting (35 s)"]
+    assert beats(10) == ["... running (26 s)", "... running (35 s)"]
 
 
 def test_the_innermost_activity_of_each_thread_is_named_with_its_seconds(beats):
     def compile_until(is_over):
-        with heartbeat.activity("compiling update_actor"):
+        with heartbeat.activity("compiling the actor"):
             is_over.wait()
 
     with heartbeat.activity("starting the state"):
@@ -68,9 +68,9 @@ def test_the_innermost_activity_of_each_thread_is_named_with_its_seconds(beats):
             (line,) = beats(7)
             is_over.set()
             thread.join()
-        assert line == "... loading the actor: 3/20 tensors (7 s); compiling update_actor (7 s)"
+        assert line == "... loading the actor: 3/20 tensors (7 s); compiling the actor (7 s)"
         assert beats(9) == ["... starting the state (18 s)"]
-    assert beats(9) == ["... starting (27 s)"], "what has ended is not named"
+    assert beats(9) == ["... running (27 s)"], "what has ended is not named"
 
 
 def test_once_steps_are_printed_a_minute_may_pass(beats):
@@ -84,7 +84,7 @@ def test_once_steps_are_printed_a_minute_may_pass(beats):
 def test_work_that_fails_is_over(beats):
     with pytest.raises(ValueError), heartbeat.activity("loading"):
         raise ValueError
-    assert beats(9) == ["... starting (9 s)"]
+    assert beats(9) == ["... running (9 s)"]
 
 
 def test_the_thread_ends_with_the_run_even_where_nothing_can_be_printed(monkeypatch):
