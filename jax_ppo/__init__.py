@@ -11,11 +11,13 @@
 """
 
 import importlib
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 from jax_ppo.train import train as train
 
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would ask for torch
 if TYPE_CHECKING:
     from jax_ppo import kernels as kernels
     from jax_ppo.api import Policy as Policy

@@ -1,5 +1,6 @@
 """User-correctable errors: commands print the message without a traceback."""
 
+import codecs
 import contextlib
 import difflib
 import functools
@@ -8,9 +9,11 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 LONGEST_MESSAGE = 2000  # longer ones, which quote a long input, are cut in the middle
 closed_outputs: list[str] = []  # outputs whose reader has gone, until a run reports it
+_ASCII_FORMS = {"→": "->", "…": "...", "⏎": "|", "·": "."}  # of characters in our own lines
 
 
 class UserError(ValueError):
@@ -57,19 +60,25 @@ def exit_on_user_error() -> Iterator[None]:
 def print_any_text() -> None:
     """Keep output errors from ending the process.
 
-    Print "?" for characters that the output's encoding lacks, as under LC_ALL=C; stop printing to
-    an output whose reader has gone (`| head`); drop what does not fit on a full disk, with a line
-    on the standard error.
+    Print an ASCII form or "?" for characters that the output's encoding lacks, as under LC_ALL=C;
+    stop printing to an output whose reader has gone (`| head`); drop what does not fit on a full
+    disk, with a line on the standard error.
     """
+    codecs.register_error("ascii_forms", _replace_character)
     for stream in (sys.stdout, sys.stderr):
         # Notebooks have other streams.
         if not isinstance(stream, io.TextIOWrapper) or "flush" in vars(stream):
             continue
         # A stream whose descriptor was a file and is a pipe by now cannot be sought.
         with contextlib.suppress(OSError):
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors="ascii_forms")
         for name in ("write", "flush"):
             setattr(stream, name, _without_error(stream, getattr(stream, name)))
+
+
+def _replace_character(error: Any) -> tuple[str, int]:
+    """Return what is printed for a character that an encoding lacks, and where it ends."""
+    return _ASCII_FORMS.get(error.object[error.start], "?"), error.start + 1
 
 
 def _without_error(

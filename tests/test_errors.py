@@ -1,6 +1,7 @@
 """Messages for users are one line of printable characters, whatever input they quote."""
 
 import copy
+import io
 import os
 import sys
 
@@ -37,6 +38,14 @@ def test_an_output_whose_reader_has_gone_ends_nothing_and_is_noted(monkeypatch):
         print("a step", flush=True)
     assert errors.closed_outputs == [str(writer)]
     stream.close()
+
+
+def test_characters_that_the_output_lacks_have_a_readable_form(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    errors.print_any_text()
+    print("accuracy 0.4 → 0.9, 1+1⏎…猫", end="", flush=True)
+    assert stream.buffer.getvalue() == b"accuracy 0.4 -> 0.9, 1+1|...?"
 
 
 def test_a_command_that_is_interrupted_ends_in_one_line(capsys):

@@ -12,6 +12,7 @@ import fnmatch
 import hashlib
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -114,9 +115,13 @@ def _download(address: str, option: str, files: Mapping[str, RemoteFile]) -> Pat
         total = sum(file.size for file in files.values())
         present = sum(path.stat().st_size for path in partial.iterdir())
         local_files.require_free_space(partial, total - present, f"the download of {address}")
+        # Bars would fill a log and tear lines that go through `| tee`.
+        hidden = not (sys.stdout.isatty() and sys.stderr.isatty())
         with (
             remote.reported_errors(address, option),
-            tqdm(total=total, unit="B", unit_scale=True, desc=shorten(address, 40)) as bar,
+            tqdm(
+                total=total, unit="B", unit_scale=True, desc=shorten(address, 40), disable=hidden
+            ) as bar,
         ):
             try:
                 fetch_files(address, files, partial, bar.update)

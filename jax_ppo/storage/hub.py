@@ -4,6 +4,7 @@ Without a network the local cache is used, or an error is raised within seconds.
 """
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -68,6 +69,8 @@ def download_snapshot(
         raise unavailable(
             f"the hub needs the package huggingface_hub ({error}); `pip install huggingface_hub`"
         ) from error
+    if sys.stderr.isatty() and not sys.stdout.isatty():  # as with `| tee`: bars would tear lines
+        huggingface_hub.utils.disable_progress_bars()
     endpoint = huggingface_hub.HfApi().endpoint
     url = f"{endpoint}/{url_prefix}{repo_id}"
     # Download by the name of the revision, not by the commit in `info`: otherwise the cache would
