@@ -8,14 +8,13 @@ import atexit
 import contextlib
 import dataclasses
 import datetime
-import importlib.util
 import json
 import os
 import pkgutil
-import shlex
 import signal
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 from jax_ppo.config import command_line, parsing
@@ -40,6 +39,7 @@ def run_command(arguments: list[str], command: str) -> None:
     with signals.handle_stop_signals(ends_process=True):
         with exit_on_user_error():
             options, workdir = command_line.read_command_line(arguments, command)
+            typed = command_line.typed_options(arguments)
             if command == "score":
                 from jax_ppo.data.response_rows import find_response_files
                 from jax_ppo.storage.local_files import expand_local_path
@@ -53,7 +53,7 @@ def run_command(arguments: list[str], command: str) -> None:
 
             distributed.initialize(options.distributed)
         try:
-            faults.run_or_abort(lambda: _run(command, options, workdir))
+            faults.run_or_abort(lambda: _run(command, options, workdir, typed))
         finally:
             # While Python exits, Ctrl-C would print a traceback of a library's exit handler.
             atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
@@ -61,13 +61,14 @@ def run_command(arguments: list[str], command: str) -> None:
 
 @contextlib.contextmanager
 def prepared_run(
-    options: Config, workdir: str | Path, evaluates: bool = False
+    options: Config, workdir: str | Path, evaluates: bool = False, typed: Container[str] = ()
 ) -> Iterator[tuple[Config, Path]]:
     """Prepare a run in the block, which has exclusive use of the work directory.
 
     Prepare the compilation cache, write the resolved options to the work directory, a folder or a
     gs:// address, and yield them with the local folder to write to. With `evaluates`, refuse one
-    that has checkpoints: an evaluation would replace the records of their run.
+    that has checkpoints: an evaluation would replace the records of their run. Options that are
+    `typed` are printed first.
 
     Raises:
       UserError: JAX finds no devices, the work directory cannot be used, or its disk is full. Also
@@ -88,7 +89,6 @@ def prepared_run(
     trackers.require_installed(parsing.parse_names(options.trainer.logger))
     print_any_text()  # also of a script that calls the Python API
     backends.start_backends()
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # torch is not needed
     compiled_programs.enable_cache(options.trainer.compilation_cache, console.print_on_main)
     workdir = work_directory.validated(workdir)
     if evaluates:  # before the folder is opened: a run that writes to a bucket would end
@@ -108,9 +108,10 @@ def prepared_run(
                 # A run's own stay until its resume is accepted; `Journal` writes them then.
                 if not work_directory.has_checkpoints(folder):
                     command_line.write_config(dataclasses.asdict(resolved), folder)
-                command_line.print_set_options(
-                    dataclasses.asdict(options), str(workdir), chosen_dtype
-                )
+                print(time.strftime(f"%Y-%m-%d %H:%M:%S %Z: {chosen_dtype}"))
+                print(f"work directory: {workdir} (all options: config.json)")
+                width = console.terminal_width() - 1
+                command_line.print_set_options(dataclasses.asdict(options), typed, width)
 
             distributed.run_on_main(write_options)
             beating: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -156,16 +157,17 @@ def _explain_write_error(error: OSError, folder: Path, workdir: str | Path) -> U
     )
 
 
-def _run(command: str, options: Config, workdir: str | Path) -> None:
+def _run(command: str, options: Config, workdir: str | Path, typed: Container[str]) -> None:
     """Run a command; `workdir` is the folder to write to, or a gs:// address."""
-    from jax_ppo.reporting import console
-    from jax_ppo.runtime import faults
+    from jax_ppo.runtime import faults, heartbeat
 
     limited = faults.limit_stalls(options.distributed.stall_seconds)
-    prepared = prepared_run(options, workdir, evaluates=command in ("evaluate", "score"))
+    prepared = prepared_run(options, workdir, command in ("evaluate", "score"), typed)
     with exit_on_user_error(), limited, prepared as (resolved, folder):
         try:
-            pkgutil.resolve_name(RUNNERS[command])(resolved, folder)
+            with heartbeat.activity("loading modules"):
+                run = pkgutil.resolve_name(RUNNERS[command])
+            run(resolved, folder)
         # A user's function raised it: as the end of a run, the others would wait for this process.
         except (KeyboardInterrupt, SystemExit) as error:
             if signals.received_signal() is not None:
@@ -174,15 +176,3 @@ def _run(command: str, options: Config, workdir: str | Path) -> None:
             raise UserError(
                 f"{error!r} was raised at {frame.filename}:{frame.lineno}, not by a signal"
             ) from error
-        console.print_on_main(f"report: {workdir}/report.html")
-        if command != "score" and "tensorboard" in parsing.parse_names(options.trainer.logger):
-            console.print_on_main(describe_curves(workdir))
-
-
-def describe_curves(workdir: str | Path) -> str:
-    """Return the line that says how to see the curves."""
-    line = f"curves: tensorboard --logdir {shlex.quote(f'{workdir}/tensorboard')}"
-    # Event files are written without it: with its server it takes 50 MB.
-    if importlib.util.find_spec("tensorboard") is None:
-        line += "  (after: pip install tensorboard)"
-    return line

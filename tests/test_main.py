@@ -21,6 +21,7 @@ import tiny
 from jax_ppo import __main__ as commands
 from jax_ppo import command
 from jax_ppo.errors import UserError
+from jax_ppo.reporting import sinks
 
 
 def test_without_arguments_the_commands_are_listed():
@@ -63,6 +64,21 @@ def test_a_command_gets_its_options(capsys):
     assert capsys.readouterr().out == f"{jax_ppo.__version__}\n"
 
 
+def test_no_command_says_that_torch_is_missing(tmp_path):
+    """Whichever of them imports transformers first, and why."""
+    hidden = (
+        "import importlib.util as util\nfind = util.find_spec\n"
+        "util.find_spec = lambda name, *package: None if name == 'torch' else find(name, *package)"
+    )
+    (tmp_path / "sitecustomize.py").write_text(hidden)
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    environment.pop("TRANSFORMERS_NO_ADVISORY_WARNINGS", None)
+    code = "import jax_ppo, transformers; print(transformers.utils.is_torch_available())"
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert (result.stdout, result.stderr) == ("False\n", "")
+
+
 def test_a_wrong_command_gets_the_nearest():
     with pytest.raises(SystemExit, match="trian: no such command.*Did you mean 'train'"):
         commands.main(["trian"])
@@ -71,11 +87,11 @@ def test_a_wrong_command_gets_the_nearest():
 @pytest.mark.parametrize(("installed", "remedy"), [(True, ""), (False, "pip install tensorboard")])
 def test_the_curves_line_names_what_is_missing(monkeypatch, installed, remedy):
     spec = object() if installed else None
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: spec)
-    line = command.describe_curves("output/run")
+    monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda name: spec)
+    line = sinks.describe_curves("output/run")
     assert line.startswith("curves: tensorboard --logdir output/run/tensorboard")
     assert remedy in line and ("pip" in line) == bool(remedy)
-    assert "--logdir 'my runs/a/tensorboard'" in command.describe_curves("my runs/a")
+    assert "--logdir 'my runs/a/tensorboard'" in sinks.describe_curves("my runs/a")
 
 
 ODD_TEXT = "½ … ⏎ 猫 \U0001f408 \ud83d"

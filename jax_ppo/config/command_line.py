@@ -6,6 +6,7 @@ Errors name the option, its value, the expectation and the nearest valid name.
 import json
 import shlex
 import textwrap
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -93,28 +94,32 @@ def write_config(options: dict[str, Any], folder: Path) -> None:
         path.write_text(json.dumps(options, indent=2) + "\n")
 
 
-def print_set_options(options: dict[str, Any], workdir: str, computation: str) -> None:
-    """Print the work directory, the computation, and which of all options were set."""
-    print(f"work directory: {workdir} (all options: config.json); {computation}")
+def typed_options(arguments: list[str]) -> set[str]:
+    """Return the names of the options in a valid command line."""
+    names = (word.lstrip("-").partition("=")[0].removeprefix("no") for word in arguments[1:])
+    return {name.removeprefix("config.") for name in names if name.startswith("config.")}
+
+
+def print_set_options(options: dict[str, Any], typed: Container[str], width: int) -> None:
+    """Print which options are `typed`, then which others differ from their defaults."""
     # Most options are rarely set: showing all would hide those that make this run.
-    settings: dict[str, list[str]] = {}
     values = flatten_options(options)
+    typed_texts: list[str] = []
+    settings: dict[str, list[str]] = {}
     for option in all_options():
-        value = values[option.name]
-        if value != option.default:
-            section, _, name = option.name.rpartition(".")
-            settings.setdefault(section, []).append(f"{name}={shlex.quote(str(value))}")
-    sections = [
-        f"{section}: {' '.join(texts)}".removeprefix(": ") for section, texts in settings.items()
-    ]
-    paragraph = textwrap.fill(
-        f"options that were set: {'; '.join(sections) or 'none'}",
-        width=118,
-        subsequent_indent="  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    print(paragraph, flush=True)
+        text = f"={shlex.quote(str(values[option.name]))}"
+        section, _, name = option.name.rpartition(".")
+        if option.name in typed:
+            typed_texts.append(option.name + text)
+        elif values[option.name] != option.default:
+            settings.setdefault(section, []).append(name + text)
+    if typed_texts:
+        print("options on the command line:", *typed_texts)
+    sections = [f"{section}: {' '.join(x)}".removeprefix(": ") for section, x in settings.items()]
+    title = "other options set" if typed_texts else "options that were set"
+    wrapper = textwrap.TextWrapper(width, subsequent_indent="  ", break_on_hyphens=False)
+    wrapper.break_long_words = False
+    print(wrapper.fill(f"{title}: {'; '.join(sections) or 'none'}"), flush=True)
 
 
 def _read_argument(word: str) -> tuple[str, Any]:

@@ -7,6 +7,8 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import os
+import re
 import shutil
 import sys
 import time
@@ -19,8 +21,8 @@ import tqdm
 from jax_ppo.errors import printable_lines
 from jax_ppo.runtime import distributed, faults, heartbeat
 
-# Columns of a sample table that are neither prompt nor response: score, correct and separators.
-_FIXED_TABLE_WIDTH = 21
+# Columns of a sample table beside prompt and response: score, correct, separators, an empty one.
+_FIXED_TABLE_WIDTH = 20
 LEAST_REPORTED_SECONDS = 5  # of work whose end is worth a line
 _LEAST_TABLE_WIDTH = 40  # narrower terminals wrap the lines
 
@@ -30,11 +32,34 @@ class Column:
     """One metric in the line that is printed after each step."""
 
     metric: str
-    width: int  # characters of the formatted number, right-aligned
-    format: str  # format specification of the number, such as ".3f"
+    width: int  # characters of the number, right-aligned
+    decimals: int  # of the number; fewer where it would not fit
     label: str = ""  # text before the number, including its separating space
     unit: str = ""  # text after the number, including its separating space
-    optional: bool = False  # without a value the column is left out, not a dash
+    equal_to: str = ""  # left out until its value differs from that of this metric
+    # Narrower terminals do not show it. Where a line is too long, the largest is left out first.
+    least_terminal: int = 0
+
+
+def shows_bars() -> bool:
+    """Return whether progress bars are shown: not where they would mix with lines or fill a log."""
+    return distributed.is_main() and sys.stdout.isatty() and sys.stderr.isatty()
+
+
+def terminal_width() -> int:
+    """Return the columns of the terminal, also behind `| tee`; 80 without one."""
+    widths = [shutil.get_terminal_size((0, 0)).columns]  # reads COLUMNS, too
+    for descriptor in (2, 0):
+        with contextlib.suppress(OSError):
+            widths.append(os.get_terminal_size(descriptor).columns)
+    return next(filter(None, widths), 80)
+
+
+def format_duration(seconds: float) -> str:
+    """Return 41 seconds as "0:41", and 3 hours and 12 minutes as "3h12"."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
 def print_on_main(text: str) -> None:
@@ -51,19 +76,45 @@ def print_aside(text: str) -> None:
     sys.stdout.flush()
 
 
-def format_step_line(
-    step: int, total: int, metrics: dict[str, float], columns: Sequence[Column]
-) -> str:
-    """Return the line for one step of `total`, counted from 1, with a dash for a missing value."""
-    parts = [f"step {step:{len(str(total))}d}/{total}"]
-    for column in columns:
-        value = metrics.get(column.metric)
-        if column.optional and (value is None or math.isnan(value)):
-            continue
-        # Numbers are right-aligned to a fixed width, so that columns line up from step to step.
-        number = "-" if value is None else format(float(value), column.format)
-        parts.append(column.label + number.rjust(column.width) + column.unit)
-    return "  ".join(parts)
+class StepLines:
+    """The line printed after each step, narrower than the terminal; columns keep their places."""
+
+    def __init__(self, total: int, columns: Sequence[Column]) -> None:
+        """Take the number of steps of the run; lines have the time left where no bar shows it."""
+        self._total, self._columns, self._width = total, columns, terminal_width()
+        self._shows_time_left = not shows_bars()
+        self._differing: set[Column] = set()
+
+    def format(self, step: int, metrics: dict[str, float]) -> str:
+        """Return the line for a step, counted from 1, with a dash for a missing value."""
+        line = f"step {step:{len(str(self._total))}d}/{self._total}"
+        for column in self._fitting(self._width - 1 - len(line), metrics):
+            value = metrics.get(column.metric)
+            number = "-" if value is None else _format_number(value, column)
+            line += f"  {column.label}{number:>{column.width}}{column.unit}"
+        if self._shows_time_left:
+            line += f"  {format_duration(metrics['perf/seconds_left'])} left"
+        return line
+
+    def _fitting(self, width: int, metrics: dict[str, float]) -> list[Column]:
+        """Return the columns that fit into `width`: the same at each step, unless one appears."""
+        for column in self._columns:
+            value, other = (metrics.get(x, math.nan) for x in (column.metric, column.equal_to))
+            if not (math.isnan(value) or math.isclose(value, other, abs_tol=1e-6)):
+                self._differing.add(column)
+        shown = [x for x in self._columns if not x.equal_to or x in self._differing]
+        width -= len("  59:59 left") * self._shows_time_left
+        for column in sorted(shown[::-1], key=lambda x: -x.least_terminal):
+            is_long = sum(2 + len(x.label) + x.width + len(x.unit) for x in shown) > width
+            if column.least_terminal > (0 if is_long else self._width):
+                shown.remove(column)
+        return shown
+
+
+def _format_number(value: float, column: Column) -> str:
+    """Return a number of at most the column's width if one has it; zero has no sign."""
+    numbers = (f"{value:z,.{decimals}f}" for decimals in range(column.decimals, -1, -1))
+    return next((x for x in numbers if len(x) <= column.width), f"{value:.0e}")
 
 
 def make_loading_reporter(role: str) -> Callable[[int, int], None]:
@@ -80,13 +131,7 @@ def make_count_reporter(
     `work` names it, as in "loading the actor", `unit` what is counted, as in "tensor", and
     `finished_work` the work at its end, as in "loaded the actor"; "" for the same.
     """
-    # Carriage returns would fill a log file, so bars are for terminals only.
-    bar = tqdm.tqdm(
-        desc=work,
-        unit=unit,
-        leave=False,
-        disable=not (distributed.is_main() and sys.stderr.isatty()),
-    )
+    bar = tqdm.tqdm(desc=work, unit=unit, leave=False, disable=not shows_bars())
     activity = heartbeat.Activity(work)
 
     def report_progress(count: int, total: int) -> None:
@@ -105,25 +150,20 @@ def make_count_reporter(
 class ProgressBar:
     """Progress bar of the current phase on a terminal, lines elsewhere; it times the phases."""
 
-    def __init__(self, total: int, first_step: int, enabled: bool) -> None:
-        """Open the bar of a run of `total` steps; unless enabled, only phases are measured."""
-        self._enabled = enabled
+    def __init__(self, total: int, first_step: int) -> None:
+        """Open the bar of a run of `total` steps."""
         self._seconds: dict[str, float] = {}
         self._bar = tqdm.tqdm(
             total=total,
             initial=first_step,
             unit="step",
             dynamic_ncols=True,
+            leave=False,  # it would stand between two lines
             # tqdm's own estimate counts compilation and evaluations as a part of each step.
             bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]",
-            disable=not (enabled and sys.stderr.isatty()),
+            disable=not shows_bars(),
         )
-
-    def __enter__(self) -> "ProgressBar":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.close()
+        self.close = self._bar.close
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -144,62 +184,55 @@ class ProgressBar:
         self._seconds = {}
         return seconds
 
-    def print_line(self, text: str) -> None:
-        """Print a line without breaking the bar."""
-        if self._enabled:
-            heartbeat.line_printed()
-            self._bar.write(text)
-            sys.stdout.flush()
-
     def advance(self, line: str, seconds_left: float) -> None:
         """Count one step as complete, print its line and show the time left."""
-        left = tqdm.tqdm.format_interval(round(seconds_left))
-        self._bar.set_postfix_str(f"about {left} left", refresh=False)
-        self.print_line(line)
+        self._bar.set_postfix_str(f"about {format_duration(seconds_left)} left", refresh=False)
+        print_on_main(line)
         heartbeat.line_printed(is_step=True)
         self._bar.update()
 
 
 def format_sample_table(rows: list[dict[str, Any]], width: int | None = None) -> str:
-    """Return sampled responses as a text table.
+    """Return sampled responses as a text table, each below its prompt.
 
     Rows have prompt and response (text), score (number) and correct (bool, or None if the reward
-    does not define correctness); lines have `width` characters, by default as many as the terminal.
+    does not define correctness); lines are narrower than `width`, by default the terminal. Words
+    that all prompts begin or end with are left out.
     """
-    # Prompt and response share the remaining width, 2 to 3.
-    width = max(width or shutil.get_terminal_size((100, 24)).columns, _LEAST_TABLE_WIDTH)
-    prompt_width = (width - _FIXED_TABLE_WIDTH) * 2 // 5
-    response_width = width - _FIXED_TABLE_WIDTH - prompt_width
-    lines = [f"{'prompt':{prompt_width}}  {'response':{response_width}}  {'score':>8}  correct"]
-    for row in rows:
+    width = max(width or terminal_width(), _LEAST_TABLE_WIDTH) - _FIXED_TABLE_WIDTH
+    lines = [f"{'score':>8}  correct  prompt and response"]
+    prompts = [row["prompt"] for row in rows]
+    if len(set(prompts)) > 1:
+        prompts = _without_shared_ends(prompts)
+    for row, prompt in zip(rows, prompts, strict=True):
         correct = {True: "yes", False: "no", None: "-"}[row["correct"]]
-        cells = (
-            _format_cell(row["prompt"], prompt_width),
-            _format_cell(row["response"], response_width),
-            f"{row['score']:8.3f}",
-            f"{correct:>7}",
-        )
-        lines.append("  ".join(cells))
+        lines.append(f"{row['score']:z8.3f}  {correct:>7}  {_format_cell(prompt, width)}")
+        lines.append(" " * (_FIXED_TABLE_WIDTH - 1) + _format_cell(row["response"], width))
     return "\n".join(line.rstrip() for line in lines)
 
 
+def _without_shared_ends(texts: list[str]) -> list[str]:
+    """Return texts with an ellipsis for the words that all of them begin or end with."""
+    words = [re.split(r"(?<=\s)", text) for text in texts]
+    first = len(os.path.commonprefix(words))
+    last = len(os.path.commonprefix([x[::-1] for x in words]))
+    last = min(last, min(map(len, words)) - first)
+    ends = ("…" * bool(first), "…" * bool(last))
+    return ["".join(x[first : len(x) - last]).join(ends) for x in words]
+
+
 def _format_cell(text: str, width: int) -> str:
-    """Return the text as one line of exactly `width` columns; cut its middle if it is longer."""
+    """Return the text as one line of at most `width` columns; cut its middle if it is longer."""
     # Unprintable characters may form an escape sequence, which a model must not send to a terminal.
     line = printable_lines(text.strip().replace("\n", "⏎"))
-    # The columns of the terminal that each character occupies.
-    sized = [(c, 2 if unicodedata.east_asian_width(c) in "WF" else 1) for c in line]
+    if _take_columns(line, width) == line:
+        return line
     # The end of a response, with its answer, matters as much as the beginning.
-    if sum(size for _, size in sized) > width:
-        half = (width - 1) // 2
-        start = _take_columns(sized, half)
-        end = _take_columns(sized[::-1], width - 1 - half)[::-1]
-        sized = [*start, ("…", 1), *end]
-    padding = width - sum(size for _, size in sized)
-    return "".join(c for c, _ in sized) + " " * padding
+    start = _take_columns(line, (width - 1) // 2)
+    return f"{start}…{_take_columns(line[::-1], width // 2)[::-1]}"
 
 
-def _take_columns(sized: list[tuple[str, int]], width: int) -> list[tuple[str, int]]:
-    """Return the longest prefix of (character, columns) pairs that fits into `width` columns."""
-    ends = itertools.accumulate(size for _, size in sized)
-    return [pair for pair, end in zip(sized, ends, strict=True) if end <= width]
+def _take_columns(text: str, width: int) -> str:
+    """Return the longest beginning of a text that fits into `width` columns of a terminal."""
+    sizes = (2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+    return text[: sum(end <= width for end in itertools.accumulate(sizes))]

@@ -3,10 +3,9 @@
 import collections
 import contextlib
 import dataclasses
-import datetime
 import json
 import operator
-import shlex
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -17,20 +16,19 @@ import jax
 import numpy as np
 
 from jax_ppo.config import command_line
+from jax_ppo.config.parsing import parse_names
 from jax_ppo.config.schema import Trainer
 from jax_ppo.errors import UserError, closed_outputs, printable_lines, shorten
 from jax_ppo.reporting import console, files
 from jax_ppo.reporting.files import collect_versions, write_summary_file
 from jax_ppo.reporting.html_report import HTMLReport, Panel
-from jax_ppo.reporting.sinks import MetricsLog, read_metrics_csv
+from jax_ppo.reporting.sinks import MetricsLog, describe_curves, read_metrics_csv
 from jax_ppo.runtime import compiled_programs, devices, distributed, signals, work_directory
 from jax_ppo.runtime.devices import measure_device_memory
+from jax_ppo.runtime.heartbeat import activity
 from jax_ppo.training.progress import Progress
 
-SPEED_COLUMNS = (
-    console.Column("seconds/step", 5, ".2f", unit=" s"),
-    console.Column("tokens_per_second", 7, ",.0f", unit=" tok/s"),
-)
+_TIME_FORMAT = "%Y-%m-%d %H:%M %Z"
 REPORT_FREQUENCY = 20  # steps between updates of report.html, besides evaluations and samples
 # Beginnings of fields of generation_config.json that change no token; ids are the run's own.
 _NEUTRAL_DEFAULTS = ("_", "transformers_version", "use_cache", "output_")
@@ -44,7 +42,8 @@ class ReportLayout:
     panels: tuple[Panel, ...]  # the first plots of report.html
     learning_rate_option: str  # the option to lower when gradients are not finite
     best_metric: str  # the metric by which summary.json names the best step
-    best_value: Callable[..., dict[str, Any]] = max  # `max` or `min`
+    best_value: Callable[..., Any] = max  # `max` or `min`; also of `outcomes`
+    outcomes: tuple[str, ...] = ()  # figures of evaluations; the last lines show the first known
 
 
 class Journal:
@@ -53,6 +52,7 @@ class Journal:
     Only the main process writes and prints.
     """
 
+    @activity("opening the logs")
     def __init__(
         self,
         *,
@@ -89,7 +89,10 @@ class Journal:
             work_directory.fetch_folder(workdir, files.SAMPLES_FOLDER)
             files.drop_samples_after(workdir, progress.step)
             self._report.samples.add_logged(workdir)
-        self._bar = console.ProgressBar(total_steps, progress.step, distributed.is_main())
+        self._bar = console.ProgressBar(total_steps, progress.step)
+        self._lines = console.StepLines(total_steps, layout.columns)
+        self._first_step = progress.step
+        self._models: list[str] = []
         self._pending: Callable[[], object] | None = None
         self._skipped_in_a_row = 0
         self._last_step = progress.step
@@ -102,11 +105,10 @@ class Journal:
             self.warn(run_before)
 
     def __enter__(self) -> Self:
-        self._bar.__enter__()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._bar.__exit__(kind, error, trace)
+        self._bar.close()
         # The report says when and why the run ended; a full disk has its own message.
         end = "complete"
         if received := signals.received_signal():
@@ -114,7 +116,7 @@ class Journal:
         elif error is not None:
             kind_of_end = "error" if isinstance(error, UserError) else type(error).__name__
             end = f"{kind_of_end}: {printable_lines(shorten(str(error), 500))}"
-        self._write_report(self._last_step, f", ended {_now()}: {end}")
+        self._write_report(self._last_step, f", ended {time.strftime(_TIME_FORMAT)}: {end}")
         self._log.close()
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
@@ -174,10 +176,7 @@ class Journal:
             metrics["perf/mfu"] = flops / (seconds * peak)
         self._last_step = step
         self._log.write(step, metrics)
-        self._bar.advance(
-            console.format_step_line(step, self._total_steps, metrics, self._layout.columns),
-            metrics["perf/seconds_left"],
-        )
+        self._bar.advance(self._lines.format(step, metrics), metrics["perf/seconds_left"])
         if step % REPORT_FREQUENCY == 0 and step < self._total_steps:
             self._write_report(step)
         self._count_skipped_update(step, skipped)
@@ -213,13 +212,10 @@ class Journal:
             last_step += "; it left no checkpoint: this run begins anew"
         return text and text + last_step
 
-    def report_model(self, path: Path, option: str) -> None:
-        """Say where an exported model is, and which option reads it."""
+    def report_model(self, path: Path, option: str, reader: str = "transformers") -> None:
+        """Say at the end where an exported model is, and what reads it besides an option."""
         folder = f"{work_directory.shown_path(self._workdir)}/{path.relative_to(self._workdir)}"
-        console.print_on_main(
-            f"trained model: {folder} (for transformers, or "
-            f"{shlex.quote(f'--config.{option}={folder}')})"
-        )
+        self._models.append(f"model: {folder} (for {reader} or --config.{option})")
         defaults = path / "generation_config.json"
         if option == "model.path" and defaults.exists():
             values = json.loads(defaults.read_text(encoding="utf-8"))
@@ -233,7 +229,7 @@ class Journal:
     def warn(self, text: str, kind: str = "") -> None:
         """Show a warning in the report, and on the console if its kind, or text, is new."""
         if self.progress.warn(kind or text, text, self._last_step):
-            self._bar.print_line(f"warning: {text}")
+            console.print_on_main(f"warning: {text}")
 
     def _report_closed_outputs(self) -> None:
         """Warn in the report that an output has lost its reader; no console can show that."""
@@ -258,7 +254,7 @@ class Journal:
         # Logs contain only numbers, while the progress has None for an undefined mean.
         defined = {f"eval/{name}": value for name, value in means.items() if value is not None}
         self._log.write(steps_done, defined)
-        self._bar.print_line(f"{title or f'evaluation after step {steps_done}'}: {shown}")
+        console.print_on_main(f"{title or f'evaluation after step {steps_done}'}: {shown}")
         self._write_report(steps_done)
         self.restart_clock()
 
@@ -269,14 +265,17 @@ class Journal:
         self._step_started = time.monotonic()
 
     def write_summary(self, steps_done: int, mesh: jax.sharding.Mesh) -> dict[str, Any]:
-        """Write summary.json, and return its contents."""
+        """Write summary.json, return its contents, and print the last lines of the run."""
         self._report_closed_outputs()
+        rows = read_metrics_csv(self._workdir / "training_metrics.csv")
+        steps = [{name: float(value) for name, value in row.items() if value} for row in rows]
+        steps = [step for step in steps if self._layout.best_metric in step]
         summary = {
             "experiment_name": self._experiment_name,
             "steps": steps_done,
             "total_steps": self._total_steps,
             "evaluations": self.progress.evaluations,
-            "training": self._summarize_training(),
+            "training": self._summarize_training(steps),
             "warnings": self.progress.warning_texts(),
             "changed_options": self.progress.changed_options,
             "seconds": time.monotonic() - self._started,
@@ -287,16 +286,17 @@ class Journal:
         }
         if distributed.is_main():
             write_summary_file(self._workdir, summary)
+        folder = work_directory.shown_path(self._workdir)
+        lines = [self._describe_outcome(steps), f"report: {folder}/report.html", *self._models]
+        if self._total_steps and "tensorboard" in parse_names(self._trainer.logger):
+            lines.insert(0, describe_curves(folder))
+        for line in filter(None, lines):
+            console.print_on_main(line)
         return summary
 
-    def _summarize_training(self) -> dict[str, Any]:
+    def _summarize_training(self, steps: list[dict[str, float]]) -> dict[str, Any]:
         """Return the metrics of the last step, and of the best."""
         layout = self._layout
-        rows = [
-            {name: float(value) for name, value in row.items() if value}
-            for row in read_metrics_csv(self._workdir / "training_metrics.csv")
-        ]
-        steps = [row for row in rows if layout.best_metric in row]
         if not steps:
             return {}
         best = layout.best_value(steps, key=operator.itemgetter(layout.best_metric))
@@ -305,13 +305,39 @@ class Journal:
             "best": {name: best[name] for name in ("step", layout.best_metric)},
         }
 
+    def _describe_outcome(self, steps: list[dict[str, float]]) -> str:
+        """Return first, last and best figure of evaluations in words, "" if there is none.
+
+        Without evaluations they are of the `steps`. The interval is that of the last figure.
+        """
+        layout, points = self._layout, self.progress.evaluations
+        known = [x for x in layout.outcomes if any(point.get(x) is not None for point in points)]
+        [name, *_] = [*known, layout.best_metric]
+        points = [x for x in (points if known else steps) if x.get(name) is not None]
+        if not points:
+            return ""
+        last, best = points[-1], layout.best_value(points, key=operator.itemgetter(name))
+        title = re.sub(r"critic/|train/|[/_]mean", "", name).replace("_", " ")
+        outcome = f"{'' if known else 'training '}{title} {points[0][name]:.3f}"
+        details = []
+        if (low := last.get(f"{name}_low")) is not None:
+            details.append(f"95 % {low:.2f}{'-' if low >= 0 else ' to '}{last[f'{name}_high']:.2f}")
+        if len(points) > 1:
+            outcome += f" → {last[name]:.3f}"
+            details.append(f"best {best[name]:.3f} after step {best['step']:.0f}")
+        outcome += f" ({'; '.join(details)})" * bool(details)
+        if self._first_step < self._last_step or not self._total_steps:
+            outcome += f" in {console.format_duration(time.monotonic() - self._started)}"
+            outcome += f" since step {self._first_step}" * bool(self._first_step)
+        return outcome
+
     def _write_report(self, step: int, end: str = "") -> None:
         """Write report.html after `step` steps; `end` says how the run has ended, if it has."""
         if not distributed.is_main():
             return
         status = f"{step} of {self._total_steps} steps" if self._total_steps else "no training"
         if not end:
-            end = f" at {_now()}"
+            end = f" at {time.strftime(_TIME_FORMAT)}"
             if self._last_seconds and step < self._total_steps:
                 end += f", about {self._seconds_left(step) / 60:,.0f} min left"
         status += end
@@ -328,7 +354,3 @@ class Journal:
             self._report.write(status, self.progress)
         except OSError as error:  # other files hold what it shows: the run goes on
             self.warn(f"report.html is not written: {error.strerror}", kind="report.html")
-
-
-def _now() -> str:
-    return datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")

@@ -6,6 +6,8 @@ full precision, and the same file whether or not the run was interrupted (except
 
 import contextlib
 import csv
+import importlib.util
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -160,3 +162,10 @@ class MetricsLog(contextlib.ExitStack):
 
         self._sinks.append(write_scalars)
         self.callback(writer.close)
+
+
+def describe_curves(workdir: str | Path) -> str:
+    """Return the line that says how to see the curves."""
+    # Event files are written without it: with its server it takes 50 MB.
+    remedy = "" if importlib.util.find_spec("tensorboard") else "  (after: pip install tensorboard)"
+    return f"curves: tensorboard --logdir {shlex.quote(f'{workdir}/tensorboard')}{remedy}"

@@ -16,7 +16,7 @@ from jax_ppo.models.hf.weight_files import merge_adapters
 from jax_ppo.reporting import console
 from jax_ppo.reporting.journal import Journal
 from jax_ppo.run.parts import PPORun
-from jax_ppo.runtime import signals, work_directory
+from jax_ppo.runtime import signals
 from jax_ppo.training.roles import Export, ModelRole, RunRole
 from jax_ppo.training.state import TrainState
 
@@ -77,11 +77,8 @@ def _export_role(
         trained, architecture, net.lora, adapter_folder, base_model, revision, critic_unit
     )
     if not export.merges_adapters:
-        shown = work_directory.shown_path(adapter_folder)
-        console.print_on_main(
-            f"trained {role.title}: {shown} (for PEFT on {base_model}, or "
-            f"--config.{role.path_option}={shown} with the same config.model.path and lora.rank)"
-        )
+        option = f"{role.path_option} with the same config.model.path and lora.rank"
+        journal.report_model(adapter_folder, option, f"PEFT on {base_model}")
 
 
 def _exported_roles(roles: Sequence[RunRole]) -> Iterator[tuple[ModelRole, Export]]:

@@ -1,6 +1,7 @@
 """Reports of a PPO run: metrics of each step, warnings, evaluations and summary."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,22 @@ from jax_ppo.types import with_nan
 
 # fmt: off
 COLUMNS = (
-    console.Column("reward/mean", 6, ".3f", "reward "),
-    console.Column("reward/accuracy", 5, ".3f", "acc ", optional=True),
-    console.Column("kl/reference", 6, ".4f", "kl "),
-    console.Column("actor/entropy", 5, ".3f", "ent "),
-    console.Column("response_length/mean", 4, ".0f", "len "),
-    console.Column("actor/clip_fraction", 5, ".3f", "clip "),
-    console.Column("actor/grad_norm", 5, ".3g", "grads "),
-    console.Column("critic/grad_norm", 5, ".3g"),
-    *journal.SPEED_COLUMNS,
+    console.Column("reward/mean", 6, 3, "reward "),
+    console.Column("reward/accuracy", 5, 3, "acc ", equal_to="reward/mean", least_terminal=40),
+    console.Column("kl/reference", 6, 4, "kl ", least_terminal=50),
+    console.Column("actor/entropy", 5, 3, "ent ", least_terminal=60),
+    console.Column("response_length/mean", 4, 0, "len ", least_terminal=70),
+    console.Column("actor/clip_fraction", 5, 3, "clip ", least_terminal=80),
+    console.Column("actor/grad_norm", 5, 3, "grads ", least_terminal=130),
+    console.Column("critic/grad_norm", 5, 3, least_terminal=130),
+    console.Column("seconds/step", 4, 2, unit=" s"),
+    console.Column("tokens_per_second", 7, 0, unit=" tok/s", least_terminal=130),
+)
+CRITIC_COLUMNS = (
+    console.Column("critic/explained_variance", 6, 3, "explained "),
+    console.Column("critic/loss", 6, 4, "loss ", least_terminal=60),
+    console.Column("critic/grad_norm", 5, 3, "grads ", least_terminal=70),
+    *(column for column in COLUMNS if not column.metric.startswith(("kl/", "actor/", "critic/"))),
 )
 PANELS = (
     Panel("reward", "score", {
@@ -54,10 +62,13 @@ PANELS = (
         "critic": "critic/explained_variance", "evaluation": "eval/critic/explained_variance"}),
     Panel("losses", "loss", {"actor": "actor/loss", "critic": "critic/loss"}),
 )
-# fmt: on
 LAYOUT = journal.ReportLayout(
-    columns=COLUMNS, panels=PANELS, learning_rate_option="actor.optim.lr", best_metric="reward/mean"
-)
+    columns=COLUMNS, panels=PANELS, learning_rate_option="actor.optim.lr",
+    best_metric="reward/mean", outcomes=("accuracy", "reward_mean"))
+CRITIC_LAYOUT = dataclasses.replace(
+    LAYOUT, columns=CRITIC_COLUMNS, learning_rate_option="critic.optim.lr",
+    best_metric="critic/explained_variance", outcomes=("critic/explained_variance",))
+# fmt: on
 
 
 class Reporter(journal.Journal):
@@ -70,7 +81,7 @@ class Reporter(journal.Journal):
             trainer=run.config.trainer,
             options=dataclasses.asdict(run.config),
             total_steps=run.total_steps,
-            layout=LAYOUT,
+            layout=CRITIC_LAYOUT if run.config.trainer.critic_only else LAYOUT,
             workdir=workdir,
             progress=progress,
             compiled=compiled,
@@ -188,10 +199,12 @@ def _describe_evaluation(evaluation: Evaluation) -> tuple[str, dict[str, float |
     """Return the text for the console, and all figures by name."""
     shown = f"reward {evaluation.reward_mean:.3f}"
     if evaluation.accuracy is not None:
-        shown = f"accuracy {evaluation.accuracy:.3f}, {shown}"
+        accuracy = f"accuracy {evaluation.accuracy:.3f}"
+        is_reward = math.isclose(evaluation.accuracy, evaluation.reward_mean, abs_tol=1e-6)
+        shown = accuracy if is_reward else f"{accuracy}, {shown}"
     cut = sum(record["truncated"] for record in evaluation.records)
     if cut:
-        shown += f", {cut} of {len(evaluation.records)} responses cut off at the longest length"
+        shown += f", {cut} of {len(evaluation.records)} responses cut off"
     # Intervals and the critic's parts are in the files: the console names the figures themselves.
     figures = [
         f"{name} {value:.3f}"

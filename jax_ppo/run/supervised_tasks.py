@@ -23,14 +23,19 @@ class Task:
 
 def _layout(figures: tuple[console.Column, ...], panels: tuple[Panel, ...]) -> journal.ReportLayout:
     """Return the presentation of a task, which has these figures besides the loss and gradient."""
-    loss = console.Column("train/loss", 6, ".3f", "loss ")
-    gradient = console.Column("train/grad_norm", 5, ".3g", "grads ")
     return journal.ReportLayout(
-        columns=(loss, *figures, gradient, *journal.SPEED_COLUMNS),
+        columns=(
+            console.Column("train/loss", 6, 3, "loss "),
+            *figures,
+            console.Column("train/grad_norm", 5, 3, "grads ", least_terminal=60),
+            console.Column("seconds/step", 4, 2, unit=" s"),
+            console.Column("tokens_per_second", 7, 0, unit=" tok/s", least_terminal=70),
+        ),
         panels=(*panels, Panel("gradient", "norm before clipping", {"norm": "train/grad_norm"})),
         learning_rate_option="supervised.optim.lr",
         best_metric="train/loss",
         best_value=min,
+        outcomes=("loss",),
     )
 
 
@@ -46,8 +51,8 @@ REWARD_MODEL = Task(
     unit="pairs", output="reward_model", next_option="reward.model_path",
     layout=_layout(
         figures=(
-            console.Column("train/accuracy", 5, ".3f", "acc "),
-            console.Column("train/margin", 6, ".3f", "margin "),
+            console.Column("train/accuracy", 5, 3, "acc "),
+            console.Column("train/margin", 6, 3, "margin "),
         ),
         panels=(
             Panel("loss", "per pair, center_coef included", _LOSSES),

@@ -86,6 +86,7 @@ def score_file(config: Config, workdir: Path) -> dict[str, Any]:
         f"scored {counted(len(rows), 'response')}, {summary['tokens']} tokens, in "
         f"{time.monotonic() - started:.1f} s: {workdir}/tokens.jsonl"
     )
+    console.print_on_main(f"report: {workdir}/report.html")
     return summary
 
 

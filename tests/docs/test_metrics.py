@@ -11,7 +11,7 @@ import doc_pages
 import metrics_page
 from jax_ppo.kernels import importance
 from jax_ppo.run import critic_quality, evaluation_statistics
-from jax_ppo.run.reporter import COLUMNS, PANELS
+from jax_ppo.run.reporter import COLUMNS, CRITIC_COLUMNS, PANELS
 from jax_ppo.training.supervised_step import LANGUAGE, PREFERENCE
 
 GROUPS = (
@@ -132,7 +132,7 @@ def test_names_of_other_libraries_stand_beside_metrics_that_exist():
 
 
 def test_what_the_console_and_the_curves_show_stands_on_the_page():
-    shown = {column.metric for column in COLUMNS}
+    shown = {column.metric for column in (*COLUMNS, *CRITIC_COLUMNS)}
     shown |= {name for panel in PANELS for name in panel.curves.values()}
     assert metrics_page.unknown(shown) == set()
     assert metrics_page.unknown({"actor/los", "eval/pass@k"}) == {"eval/pass@k"}

@@ -128,8 +128,59 @@ def test_kept_generation_defaults_are_said_to_differ_from_evaluations(tmp_path, 
         for kept in (values, {"eos_token_id": 2, "transformers_version": "5"}):
             (tmp_path / "actor" / "generation_config.json").write_text(json.dumps(kept))
             journal_of_run.report_model(tmp_path / "actor", "model.path")
-    (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
+    (note,) = capsys.readouterr().out.splitlines()
     assert "actor/generation_config.json keeps temperature=0.6, top_k=20: " in note
+
+
+def evaluated(step, **figures):
+    return {"step": step, "accuracy": None, "reward_mean": 0.5} | figures
+
+
+@pytest.mark.parametrize(
+    ("evaluations", "changes", "outcome"),
+    [
+        (
+            [evaluated(0, accuracy=0.4), evaluated(3, accuracy=0.9), evaluated(4, accuracy=0.8)],
+            {"accuracy_low": 0.752, "accuracy_high": 0.85},
+            "accuracy 0.400 → 0.800 (95 % 0.75-0.85; best 0.900 after step 3) in 0:00 since step 2",
+        ),
+        (
+            [evaluated(4)],
+            {"reward_mean": -0.5, "reward_mean_low": -1.0, "reward_mean_high": 0.25},
+            "reward -0.500 (95 % -1.00 to 0.25) in 0:00 since step 2",
+        ),
+        (
+            [],
+            {},
+            "training reward 0.250 → 0.750 (best 0.750 after step 4) in 0:00 since step 2",
+        ),
+    ],
+)
+def test_the_last_lines_are_the_outcome_the_report_and_the_models(
+    evaluations, changes, outcome, tmp_path, capsys
+):
+    if evaluations:
+        evaluations[-1] |= changes
+    progress = Progress(step=2, evaluations=evaluations)
+    rewarded = types.SimpleNamespace(failures=0, extra={}, misses=())
+    with make_reporter(tmp_path, 4, progress) as writer:
+        writer.report_model(tmp_path / "actor", "model.path")
+        for step, reward in ((2, 0.25), (3, 0.75)):
+            metrics = HEALTHY | {"reward/mean": reward}
+            writer.report_later(step, jax.tree.map(np.float32, metrics), rewarded)
+            writer.write_pending_report()
+        writer.write_summary(4, types.SimpleNamespace(shape={"data": 1}))
+    lines = capsys.readouterr().out.splitlines()[-4:]
+    assert lines[0].startswith(f"curves: tensorboard --logdir {tmp_path}/tensorboard")
+    assert lines[1:] == [
+        outcome,
+        f"report: {tmp_path}/report.html",
+        f"model: {tmp_path}/actor (for transformers or --config.model.path)",
+    ]
+    # An evaluation has no curves.
+    with make_reporter(tmp_path / "evaluation", 0) as writer:
+        writer.write_summary(0, types.SimpleNamespace(shape={"data": 1}))
+    assert "curves" not in capsys.readouterr().out
 
 
 ENDS = ("complete", "ValueError: bad luck", "error: bad options", "stopped by SIGTERM")
@@ -340,7 +391,7 @@ def test_an_evaluation_without_a_right_answer_shows_what_was_looked_for(tmp_path
     with make_reporter(tmp_path) as writer:
         writer.report_evaluation(0, tiny.make_evaluation(0.0, wrong))
         printed = capsys.readouterr().out
-        assert "accuracy 0.000, reward 0.000, 1 of 3 responses cut off" in printed
+        assert "evaluation after step 0: accuracy 0.000, 1 of 3 responses cut off\n" in printed
         assert "no answer is right\n  looked for '7', in 'It is 7.'\n" in printed
         assert "  looked for '7', read '3' in 'It is 7.'" in printed
         assert "  looked for '7', read '4' in '3 + 4 ='\n" in printed
