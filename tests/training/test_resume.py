@@ -161,8 +161,8 @@ def test_changed_rows_are_refused(change, is_same):
             "config.data.prompt_key='text' (until the checkpoint ''): the training data have ",
         ),
         (
-            {"rollout__multi_turn__environment": "tools:python", "data__train_max_samples": 7},
-            "config.data.train_max_samples=7 (until the checkpoint None), "
+            {"rollout__multi_turn__environment": "tools:python", "data__train_max_samples": 8},
+            "config.data.train_max_samples=8 (until the checkpoint None), "
             "config.rollout.multi_turn.environment='tools:python' (until the checkpoint ''): the ",
         ),
     ],
