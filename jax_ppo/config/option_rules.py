@@ -81,8 +81,8 @@ def fills_alone(axis: str) -> OptionRule:
             getattr(c.mesh, axis) != -1 or [c.mesh.model, c.mesh.fsdp, c.mesh.data].count(-1) == 1
         ),
         "",
-        "only one axis can be -1, of config.mesh.model={c.mesh.model}, fsdp={c.mesh.fsdp} and "
-        "data={c.mesh.data}; set another, for example to 1",
+        "only one of config.mesh.model={c.mesh.model}, fsdp={c.mesh.fsdp} and "
+        "data={c.mesh.data} can be -1; set the others, for example to 1",
     )
 
 
@@ -147,7 +147,7 @@ SEVERAL_TOKENS = OptionRule(
         c.rollout.exact or c.rollout.max_staleness > 1),
     "`data.max_response_length` is at least 2",
     "expected config.data.max_response_length of at least 2, got {c.data.max_response_length}: a "
-    "response of one token does not continue")
+    "response of one token cannot continue")
 USES_REFERENCE = option_is("algorithm.use_reference", True,
     "needs the reference; set config.algorithm.use_reference=True")
 HAS_BUILT_IN_ENGINE = engine_is_built_in("stores its weights itself")

@@ -188,8 +188,8 @@ def response_text(message: dict[str, Any], location: str, name: str, is_learned:
     """Return a message's text; raise `UserError` if one that `is_learned` has more than that."""
     if is_learned and (beside := [key for key in _SAID_BESIDE if message.get(key)]):
         raise UserError(
-            f"{location}: the last message of {name} has {beside[0]} besides its content, which is "
-            "not learned; write it into that, or set config.supervised.response_key to a column"
+            f"{location}: {beside[0]} of the last message of {name} is not learned; write it into "
+            "the message's content, or set config.supervised.response_key to a column"
         )
     return str(message["content"])
 

@@ -253,8 +253,8 @@ class _RowReader:
         )
         if pair is not None:
             return self._error(
-                f"chosen and rejected have no prompt before them, and of the columns {found} none "
-                "is known to be it; name it with config.data.prompt_key"
+                "chosen and rejected begin without a prompt, and none of the columns "
+                f"{found} is known to hold it; name one with config.data.prompt_key"
             )
         return self._error(
             f"found the columns {found or '(none)'}; expected a prompt as "

@@ -171,8 +171,7 @@ def _load_source(
         layouts[tuple(name for name, value in row.items() if not is_missing(value))] = None
     if unwanted:
         log.warning(
-            "%s: %d of %d rows are left out: their label says that the response is not one to "
-            "imitate",
+            "%s: %d of %d rows are left out: their label marks the response as a bad one",
             source,
             unwanted,
             unwanted + len(examples),
@@ -192,8 +191,8 @@ def _load_source(
     prompts = (prompt_texts(example.prompt) for example in examples)
     if instruction and not any(texts[-1].endswith(instruction) for texts in prompts):
         log.warning(
-            "%s: config.data.instruction is not added to these rows, whose prompts are not only a "
-            "question",
+            "%s: config.data.instruction is not added to these rows: their prompts contain more "
+            "than a question",
             source,
         )
     return examples

@@ -229,7 +229,7 @@ def _report_unread_parts(
     if chats and chat_template is True and not tokenizer.chat_template:
         log.warning(
             "%s: the tokenizer has no chat template: the messages of %s are joined by line "
-            "breaks, without their roles (config.data.chat_template=False says that this is meant)",
+            "breaks, without their roles (config.data.chat_template=False confirms this)",
             name,
             counted(chats, "chat"),
         )
@@ -238,8 +238,8 @@ def _report_unread_parts(
         with_tools = [example for example in with_tools if isinstance(example.prompt, str)]
     if with_tools:
         log.warning(
-            "%s: ignored the tools of %d prompts, which are plain text or which no chat template "
-            "that reads tools renders",
+            "%s: ignored the tools of %d prompts, which are plain text or have no chat template "
+            "that describes tools",
             name,
             len(with_tools),
         )

@@ -124,8 +124,8 @@ def try_first_reset(environment_class: Callable[..., Any] | None, example: Examp
     if observation.strip() in join_contents(example.prompt):
         return ""
     return (
-        f"{environment_class}: the policy does not see what reset returns for a prompt, "
-        f"{shorten(observation)!r}, as it is not in the prompt"
+        f"{environment_class}: the policy does not see the first observation, "
+        f"{shorten(observation)!r}: reset returns it, but the prompt does not contain it"
     )
 
 

@@ -78,28 +78,26 @@ def program_obstacle(program: str, facts: AttentionFacts) -> str | None:
     """Return why "xla", "cudnn" or "splash" cannot run, or `None` if it can."""
     platform, dtype, head_dim, length, softcap, sinks, generation = facts
     if sinks and program != "xla":
-        return f"{program} has no attention sinks, the model has"
+        return f"{program} does not support the model's attention sinks"
     max_head = MAX_CUDNN_HEAD.get(generation or 0, MAX_CUDNN_HEAD_ELSEWHERE)
     block = SPLASH_BLOCKS[-1]
     obstacles = {
         "xla": {},
         "cudnn": {
-            f"cuDNN needs an NVIDIA GPU, this is {platform}": platform != "cuda",
-            f"cuDNN's attention takes 16-bit types, not {jnp.dtype(dtype).name}": (
+            f"cuDNN needs an NVIDIA GPU, not {platform}": platform != "cuda",
+            f"cuDNN's attention needs a 16-bit type, not {jnp.dtype(dtype).name}": (
                 jnp.dtype(dtype).itemsize != 2
             ),
-            f"cuDNN's attention takes heads of a multiple of 8 up to {max_head} on this GPU, "
-            f"the model's have {head_dim}": head_dim % 8 or head_dim > max_head,
-            f"cuDNN's attention takes rows of an even length, these have {length} tokens": (
-                length % 2
-            ),
-            f"cuDNN's attention has no soft cap of logits, the model's is {softcap}": (
+            f"cuDNN's attention needs a head size that is a multiple of 8 and at most {max_head} "
+            f"on this GPU, not {head_dim}": head_dim % 8 or head_dim > max_head,
+            f"cuDNN's attention needs rows of an even length, not {length} tokens": (length % 2),
+            f"cuDNN's attention does not support the model's soft cap of logits, {softcap}": (
                 softcap is not None
             ),
         },
         "splash": {
-            f"splash attention needs a TPU, this is {platform}": platform != "tpu",
-            f"splash attention takes rows of a multiple of {block} tokens, these have {length}": (
+            f"splash attention needs a TPU, not {platform}": platform != "tpu",
+            f"splash attention needs rows of a multiple of {block} tokens, not {length}": (
                 length % block
             ),
         },

@@ -59,12 +59,12 @@ def select_cache_program(
     # cuDNN reads from column 0 to a row's end: a window that is shorter would be ignored.
     has_window = any(a.layers_are_local) and (a.sliding_window or max_columns) < max_columns
     obstacles = {
-        "cuDNN reads the cache only where whole sequences take its attention, these take "
-        f"{attention}": attention != "cudnn",
-        "cuDNN reads the cache of layers without a sliding window, this model's is "
+        f"cuDNN reads the cache only with cuDNN for whole sequences, not {attention}": attention
+        != "cudnn",
+        "cuDNN reads the cache only of layers without a sliding window; this model's is "
         f"{a.sliding_window}": has_window,
-        "cuDNN reads keys and values of heads, this model's cache holds latents": a.latent_size,
-        "cuDNN has no attention sinks, the model has": a.attention_sinks,
+        "cuDNN reads keys and values of heads; this model's cache holds latents": a.latent_size,
+        "cuDNN does not support the model's attention sinks": a.attention_sinks,
     }
     obstacle = next((reason for reason, applies in obstacles.items() if applies), None)
     if wanted == "cudnn" and obstacle:

@@ -112,8 +112,8 @@ def make_reward_inputs(
     if net.architecture.pad_id in ends:
         lines.append(
             "the reward model's score is read at the token before the final EOS, which is also its "
-            "pad token: right for a model of jax_ppo.reward_model or of transformers; "
-            "config.reward.score_position=last_token is for one that was trained at the EOS"
+            "pad token, as jax_ppo.reward_model and transformers do; for a model that was trained "
+            "to score the EOS, set config.reward.score_position=last_token"
         )
     return inputs, lines
 
@@ -202,7 +202,7 @@ class RewardInputs:
             log.warning(
                 "%d of %d inputs of the reward model are longer than the %d tokens that it reads "
                 "(config.reward.max_length) and lose the start of their prompt. This is logged "
-                "once; reward/model_inputs_cut counts on",
+                "once; reward/model_inputs_cut keeps counting",
                 sum(was_cut),
                 len(ids),
                 self.reader.max_length,

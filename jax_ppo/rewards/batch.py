@@ -156,7 +156,7 @@ def _report_unread_values(results: Sequence[RewardResult]) -> None:
 
 @functools.cache
 def _warn_once(fact: str) -> None:
-    log.warning("the reward function %s (said once)", fact)
+    log.warning("the reward function %s (logged once)", fact)
 
 
 def _describe_failure(row: int, example: Example, response: str, cause: str) -> str:

@@ -162,7 +162,7 @@ def _read_rows(
     offloads = [name for role in roles if role.is_used for name in role.offloads]
     if offloads and mesh.devices.flat[0].platform == "cpu":
         names = " and ".join(offloads)
-        report(f"note: {names}: saves nothing, as the memory of CPU devices is the host's")
+        report(f"note: {names}: saves nothing on a CPU, whose devices use the host's memory")
     model_weight = reward_functions.model_weight(config.reward)
     # Rewards in the rows leave rules to evaluations; an environment's may be the only ones.
     ruled = [*(() if given is not None and given.has_rewards else examples), *held_out]

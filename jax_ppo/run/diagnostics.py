@@ -101,9 +101,9 @@ def _diagnose_nothing_left(run: LastSteps) -> Iterator[str]:
         )
     elif run.options.algorithm.filter_groups.enable and last.get("reward/uniform_groups") == 1:
         yield (
-            f"no prompt is left to learn from: config.algorithm.filter_groups found none in "
-            f"{last.get('rollout/draws', 1):.0f} batches whose responses differ in reward, so that "
-            f"the {responses} of this step have nothing to compare; easier or harder prompts, or a "
+            f"no prompt is left to learn from: in {last.get('rollout/draws', 1):.0f} batches, "
+            "config.algorithm.filter_groups found no prompt with responses of different rewards, "
+            f"so the {responses} of this step cannot be compared; easier or harder prompts, or a "
             "larger config.rollout.n, may help"
         )
 
@@ -135,9 +135,9 @@ def _diagnose_first_kl(run: LastSteps) -> Iterator[str]:
     limit = run.options.trainer.warn_kl_above
     if 0 < limit < run.first_kl == run["kl/reference"][-1]:
         yield (
-            f"the policy began {run.first_kl:.2g} nats per token from the reference, before any "
-            f"update (config.trainer.warn_kl_above={limit:g}, which now counts from there); "
-            "config.reference.path names what it is measured to"
+            f"before any update, the KL to the reference was {run.first_kl:.2g} nats per token "
+            f"(config.trainer.warn_kl_above={limit:g} is now added to it); is "
+            "config.reference.path the model that training starts from?"
         )
 
 
@@ -159,8 +159,8 @@ def _diagnose_reward_size(run: LastSteps) -> Iterator[str]:
     largest = max(abs(run["reward/min"][-1]), abs(run["reward/max"][-1]))
     if largest > MAX_REWARD:
         yield (
-            f"a reward has the size {largest:.2g}: squared, it drowns all others in the critic's "
-            "loss, and beyond 1e19 it is infinite in float32. Scale the rewards to about 1, or set "
+            f"a reward has the size {largest:.2g}: its square dominates the critic's loss, and "
+            "overflows float32 beyond 1e19. Scale the rewards to about 1, or set "
             "config.reward.clip or config.reward.normalize"
         )
 
@@ -194,10 +194,10 @@ def _diagnose_equal_groups(run: LastSteps) -> Iterator[str]:
     compares = ADVANTAGE_ESTIMATORS.lookup(estimator).needs_groups
     if share > 0.9 and compares and differ and not run.is_solved:
         yield (
-            f"{share:.0%} of the prompts of the {run.span} had responses of equal "
-            f"rewards, from which config.algorithm.adv_estimator={estimator} "
-            "learns nothing: prompts are too hard or too easy. "
-            "config.algorithm.filter_groups.enable=True draws others, and a larger "
+            f"for {share:.0%} of the prompts of the {run.span}, all responses had the same "
+            f"reward, so config.algorithm.adv_estimator={estimator} learned nothing "
+            "from them: prompts are too hard or too easy. "
+            "config.algorithm.filter_groups.enable=True draws other prompts, and a larger "
             "config.rollout.n finds differences"
         )
 
@@ -209,7 +209,7 @@ def _diagnose_duplicates(run: LastSteps) -> Iterator[str]:
     if max(common, repeated) > 0.75 and not run.is_solved:
         finding = f"{repeated:.0%} of the responses repeat another one to the same prompt"
         if common > 0.75:
-            finding = f"{common:.0%} of all responses are the same one"
+            finding = f"{common:.0%} of all responses are identical"
         yield (
             f"{finding}, over the {run.span}: the policy hardly explores. A higher "
             "config.rollout.temperature, config.actor.entropy_coeff or a larger KL penalty may help"
@@ -243,8 +243,8 @@ def _diagnose_first_ratio(run: LastSteps) -> Iterator[str]:
         yield (
             f"at the first mini-batch, before any update, a token's log-prob differed by "
             f"{difference:.2g} nats from the one that the ratio divides by, in each of the last "
-            f"{run.count} steps: the ratios start off 1. config.rollout.reuse_logprobs=never or "
-            "config.model.dtype=float32 may help"
+            f"{run.count} steps: the ratios do not start at 1. config.rollout.reuse_logprobs=never "
+            "or config.model.dtype=float32 may help"
         )
 
 
@@ -269,7 +269,7 @@ def _diagnose_mismatch(run: LastSteps) -> Iterator[str]:
             f"{run.span}: the update learns from another policy's samples. "
             f"config.algorithm.rollout_is=token corrects for it; {newer * (staleness > 0)}"
             "without config.rollout.quantization, with config.model.dtype=float32, and for a "
-            "mixture of experts with config.actor.router_replay.mode=R3 it gets smaller"
+            "mixture of experts with config.actor.router_replay.mode=R3 they disagree less"
         )
 
 
@@ -278,7 +278,7 @@ def _diagnose_explained_variance(run: LastSteps) -> Iterator[str]:
     variance = run["critic/explained_variance"].max()
     if variance < 0:
         yield (
-            f"the critic has explained less than nothing of the returns for {run.count} steps (at "
+            f"the critic's explained variance has been negative for {run.count} steps (at "
             f"most {variance:.2f}): its advantages add noise. A larger config.critic.optim.lr, "
             "config.trainer.critic_warmup or config.critic.normalize_values may help"
         )
@@ -376,10 +376,10 @@ def _diagnose_warm_compilation(run: LastSteps) -> Iterator[str]:
     programs, seconds, step = (run[name][-1] for name in names)
     if seconds > max(_LEAST_COMPILE_SECONDS, 0.1 * step):
         yield (
-            f"{programs:.0f} programs were compiled for {seconds:.1f} of the {step:.1f} seconds of "
-            "a step, long after the first: shapes must not change from step to step. A function of "
-            "yours that uses JAX (config.reward.function, a plug-in) may compile anew for every "
-            "length; otherwise please report it with config.json"
+            f"long after the first step, compiling {programs:.0f} programs took {seconds:.1f} of "
+            f"the {step:.1f} seconds of a step: shapes must not change from step to step. If your "
+            "own function (config.reward.function, a plug-in) uses JAX, it may compile for every "
+            "new length; otherwise please report it with config.json"
         )
 
 

@@ -206,8 +206,8 @@ def export_best(
     if step is None:
         journal.warn(
             "config.trainer.export_best: no checkpoint has a value of "
-            f"config.trainer.best_metric={checkpoints.best_metric!r}, so none is best (an "
-            "evaluation with which a resumed run begins gives none)"
+            f"config.trainer.best_metric={checkpoints.best_metric!r}, so none is the best (the "
+            "evaluation at the start of a resumed run does not count)"
         )
         return
     console.print_on_main(f"the best checkpoint: after step {step}")

@@ -41,9 +41,9 @@ def try_rule(
     alone.
     """
     if not reward_functions.has_rules(options):
-        return Trial(not_run="a reward model is the whole reward")
+        return Trial(not_run="the reward comes from a reward model alone")
     if options.url and not options.function:
-        return Trial(not_run="config.reward.url is not asked before a run")
+        return Trial(not_run="config.reward.url is not called before a run")
     if reward_functions.functions_of(options) and not calls_functions:
         return Trial(not_run="functions are not called before a run; `check` calls them")
     # A reference answer, which is the response of rows without another, need not have its form.

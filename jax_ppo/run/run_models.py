@@ -123,7 +123,7 @@ def validate_run_models(
             other = tokenizer_lib.load_tokenizer(str(folder), option=option)
             if other.get_vocab() != models.tokenizer.get_vocab():
                 raise UserError(
-                    f"{option}={role.path!r}: has the tokenizer of another vocabulary; a "
+                    f"{option}={role.path!r}: its tokenizer has another vocabulary, but a "
                     f"{role.entry.title} reads the actor's tokens"
                 )
 
@@ -143,7 +143,7 @@ def validate_model(
     if meshes.vocabulary_axis(mesh, architecture.vocab_size) is None:
         console.print_on_main(
             f"note: config.mesh.model={mesh.shape['model']} does not divide the "
-            f"{architecture.vocab_size} rows of the {role}'s embedding: each device holds all"
+            f"{architecture.vocab_size} rows of the {role}'s embedding, so each device holds all"
         )
     max_length = rope.max_sequence_length(architecture)
     if sequence_length > max_length:

@@ -334,8 +334,8 @@ def build_training(config: Config, task: Task, mesh: Mesh) -> SupervisedTraining
     head = task.objective.head
     if head == "scalar" and has_score_head(folder):
         console.print_on_main(
-            f"note: config.model.path={config.model.path!r} has a scalar head; it is left out, a "
-            "new one is made"
+            f"note: config.model.path={config.model.path!r}: a new scalar head replaces the one "
+            "in it"
         )
     model = Transformer(architecture, jnp.dtype(config.model.dtype))
     validate_memory(SupervisedMemory(config, model, head, mesh))

@@ -102,8 +102,8 @@ def _choose_models(config: Config, checkpoint: Path | None) -> tuple[Config, lis
         run = read_run_options(checkpoint)
         if config.reward.normalize != run.reward.normalize:
             notes.append(
-                f"config.reward.normalize={config.reward.normalize!r}: not read; the checkpoint's "
-                f"run had {run.reward.normalize!r}, and has saved the moments for it"
+                f"config.reward.normalize={config.reward.normalize!r}: not read; the checkpoint "
+                f"was saved with {run.reward.normalize!r}, and has the moments for it"
             )
         sections = {name: getattr(run, name) for name in ("model", "critic", "reference")}
         config = replace_options(config, {"reward.normalize": run.reward.normalize, **sections})

@@ -221,7 +221,7 @@ def validate_architecture(
         sizes["model"] |= {
             "width of the shared expert": a.shared_expert_size,
             "key heads of a Gated DeltaNet": a.delta_key_heads,
-            "key heads beside short convolutions": convolution_heads,
+            "key heads of attention with short convolutions": convolution_heads,
             "width of the queries without a sliding window": a.num_heads * a.global_head_dim,
             "width of the keys without a sliding window": a.global_kv_heads * a.global_head_dim,
             "width of the values": a.num_heads * a.value_head_dim,
@@ -256,7 +256,7 @@ def _require_whole(mesh: Mesh, architecture: Any, option: str) -> None:
     parts = mesh.shape.get("context", 1)
     stages = mesh.shape.get("stage", 1)
     sinks = "the model has attention sinks, which are only computed for whole sequences"
-    kinds = "some layers of the model {}, and stages have layers of one kind"
+    kinds = "some layers of the model {}, but stages need layers of one kind"
     states = (
         "the model has layers with a recurrent state, which are only computed for whole sequences "
         "and whole models"

@@ -132,7 +132,7 @@ class _StopSignals:
         work, started = region
         if time.monotonic() - max(started, self._received_at) < LIMIT_SECONDS:
             return None
-        return f", not saved: {work} was not over after {LIMIT_SECONDS:g} s"
+        return f", not saved: {work} did not end within {LIMIT_SECONDS:g} s"
 
     def _end(self, reason: str) -> None:
         received = self.received

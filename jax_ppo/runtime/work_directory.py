@@ -71,8 +71,8 @@ def _open_bucket(address: str, report: _Report) -> Iterator[Path]:
             before = bucket.claim(_describe_process())
             stack.callback(bucket.release)
             _lost_runs[bucket.folder] = before and (
-                f"the run before, {before}, has not ended by itself (killed?); if it still runs, "
-                "it ends before it saves again"
+                f"the run before, {before}, did not end by itself (killed?); if it is still "
+                "running, it ends before it saves again"
             )
 
         distributed.run_on_main(claim)

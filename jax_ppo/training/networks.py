@@ -204,8 +204,8 @@ class NetworkReader:
             if config.teacher.loss_coef and teachers != actors:
                 raise UserError(
                     f"config.teacher.path={config.teacher.path!r}: its {field} is {teachers}; "
-                    f"expected the actor's {actors}, or config.teacher.loss_coef=0, with which the "
-                    "tokenizer is enough"
+                    f"expected the actor's {actors}, or config.teacher.loss_coef=0, which needs "
+                    "only the same tokenizer"
                 )
         return self._build_decoder(architecture)
 
@@ -227,24 +227,24 @@ class NetworkReader:
         if not holds_adapters(folder):
             raise UserError(
                 f"config.{option}: {folder} holds no adapters ({ADAPTER_CONFIG}); with "
-                "config.model.lora they must stand on config.model.path's weights, which all roles "
-                "share"
+                "config.model.lora, all roles share the weights of config.model.path and differ in "
+                "their adapters"
             )
         lora, named_base = read_adapter_config(folder, architecture)
         described = (
-            f"the adapters in {folder} stand on {named_base!r} "
+            f"the adapters in {folder} belong to {named_base!r} "
             f"(base_model_name_or_path in {ADAPTER_CONFIG})"
         )
         # A local folder is certain to be another model; a hub name may be the same one.
         if named_base and Path(named_base).is_dir():
             if Path(named_base).resolve() != self.folders.actor.resolve():
                 raise UserError(
-                    f"config.{option}: {described}, not on config.model.path={base!r}; set that, "
-                    "or where it is the same model in another folder, the field"
+                    f"config.{option}: {described}, not to config.model.path={base!r}; change that "
+                    "option, or the field if both folders hold the same model"
                 )
         elif named_base and named_base != hub.split_revision(base)[0]:
             log.warning(
-                "config.%s: %s, which should be config.model.path=%r under another name",
+                "config.%s: %s, which should be another name of config.model.path=%r",
                 option,
                 described,
                 base,
@@ -324,8 +324,8 @@ def existing_targets(text: str, architecture: Architecture) -> tuple[str, ...]:
         if architecture.num_experts and not set(missing) - set(EXPERT_PROJECTIONS):
             raise UserError(
                 f"config.model.lora.targets={text!r}: this model's "
-                f"{', '.join(EXPERT_PROJECTIONS)} are experts', which have no adapters; leave them "
-                "out, as all-linear does"
+                f"{', '.join(EXPERT_PROJECTIONS)} belong to experts, which have no adapters; leave "
+                "them out, as all-linear does"
             )
         raise UserError(
             f"config.model.lora.targets={text!r}: this model has no {', '.join(missing)}, only "

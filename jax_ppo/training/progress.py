@@ -135,12 +135,12 @@ def find_saved_run(config: Config, checkpoints: Checkpointer, command: str) -> S
         # Other changes are permitted, and reported.
         line = f"config.{name} was {then!r} until the checkpoint, and is {now!r} from here on"
         if any(rule.first_step_only and rule.is_met(config) for rule in option.facts.rules):
-            line = f"config.{name}={now!r}: not read; what the checkpoint made of {then!r} is kept"
+            line = f"config.{name}={now!r}: only a new run reads it; this one began with {then!r}"
         changes.append(Change(name, then, now, line))
     removed = {name: x for name, x in flatten_options(meta["config"]).items() if name not in values}
     if removed:
         listed = ", ".join(f"{name}={value!r}" for name, value in removed.items())
-        line = f"options that this version does not have, until the checkpoint: {listed}"
+        line = f"options of the checkpoint that this version does not have: {listed}"
         changes.append(Change("", removed, None, line))
     return SavedRun(latest, meta, changes)
 

@@ -59,10 +59,13 @@ def test_every_option_has_a_meaning():
         ({"packing__row_length": 100}, r"config\.packing\.row_length=100.*1024"),
         (
             {"mesh__data": -1, "mesh__fsdp": -1},
-            r"config\.mesh\.fsdp=-1: only one axis can be -1, of config\.mesh\.model=1, fsdp=-1 "
-            r"and data=-1; set another",
+            r"config\.mesh\.fsdp=-1: only one of config\.mesh\.model=1, fsdp=-1 "
+            r"and data=-1 can be -1; set the others",
         ),
-        ({"mesh__model": -1}, r"config\.mesh\.model=-1: only one axis.* data=-1; set another"),
+        (
+            {"mesh__model": -1},
+            r"config\.mesh\.model=-1: only one of .* data=-1 can be -1; set the",
+        ),
         ({"mesh__model": 0}, r"config\.mesh\.model=0: expected -1 or at least 1"),
         (
             {"mesh__context": 4, "packing__row_length": 1028},

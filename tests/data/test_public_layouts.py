@@ -298,7 +298,7 @@ LAYOUTS = {
     ),
     "HuggingFaceH4/Multilingual-Thinking": (
         {"user": Q, "final": "Four.", "messages": [*ASK, CHAT[1] | {"thinking": "A cat."}]},
-        (ASK, "?has thinking besides its content", None, "", ""),
+        (ASK, "?thinking of the last message of messages is not learned", None, "", ""),
     ),
     "Skywork/Skywork-OR1-RL-Data": (
         {**VERL, "data_source": "numina", "reward_model": {"ground_truth": '["4"]', "style": "r"}},
@@ -322,7 +322,7 @@ LAYOUTS = {
     ),
     "Toucan": (
         {"messages": json.dumps([*ASK, CALL]), "tools": '[{"name": "count"}]'},
-        (ASK, "?has tool_calls besides its content", None, "", ""),
+        (ASK, "?tool_calls of the last message of messages is not learned", None, "", ""),
     ),
 }
 

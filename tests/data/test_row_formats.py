@@ -395,7 +395,7 @@ def test_what_the_assistant_says_besides_its_content_is_not_left_out(name):
     last = assistant("Ho") | {name: [{"text": "x"}], "name": None}
     pair = {"chosen": [user("Hi"), last], "rejected": [user("Hi"), assistant("no")]}
     for row in ({"messages": [user("Hi"), last]}, pair, {"prompt": "Hi", "completion": [last]}):
-        with pytest.raises(UserError, match=f"has {name} besides its content"):
+        with pytest.raises(UserError, match=f"{name} of the last message of .* is not learned"):
             parse_row(row, "here")
         assert parse_row(row, "here", Columns(reads_responses=False)).prompt in (
             (user("Hi"),),

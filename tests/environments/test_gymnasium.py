@@ -94,7 +94,7 @@ def test_what_reset_shows_is_noted_unless_the_prompt_has_it(load):
     made, _ = load("Count")
     assert try_first_reset(made, EXAMPLES[0]) == ""
     note = try_first_reset(made, Example("Begin.", "mine"))
-    assert note.endswith("reset returns for a prompt, 'Count', as it is not in the prompt")
+    assert "'Count': reset returns it, but the prompt does not contain it" in note
 
 
 @pytest.mark.parametrize(

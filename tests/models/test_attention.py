@@ -324,8 +324,8 @@ def test_a_run_on_a_tpu_packs_rounded_rows_and_prints_what_attends(monkeypatch):
         == 1000
     )
     assert decoders.describe_attention(config.model, actor, 1000) == (
-        "attention: xla for packed rows of 1000 tokens (splash attention takes rows of a multiple "
-        "of 128 tokens, these have 1000)"
+        "attention: xla for packed rows of 1000 tokens (splash attention needs rows of a multiple "
+        "of 128 tokens, not 1000)"
     )
 
 
@@ -349,7 +349,7 @@ def test_heads_of_256_run_on_hopper(generation, chosen):
     assert select("auto", 256) == chosen
     assert select("auto", 128) == "cudnn"
     limit = 256 if chosen == "cudnn" else 128
-    with pytest.raises(ValueError, match=f"a multiple of 8 up to {limit} on this GPU"):
+    with pytest.raises(ValueError, match=f"a multiple of 8 and at most {limit} on this GPU"):
         select("cudnn", 264)
 
 
@@ -375,7 +375,7 @@ def test_soft_caps_choose_too():
     assert select_attention_program("auto", cuda) == "xla"
     assert select_attention_program("auto", tpu) == "splash"
     with pytest.raises(
-        ValueError, match="cuDNN's attention has no soft cap of logits, the model's is 50.0"
+        ValueError, match="cuDNN's attention does not support the model's soft cap of logits, 50.0"
     ):
         select_attention_program("cudnn", cuda)
 
@@ -383,7 +383,7 @@ def test_soft_caps_choose_too():
 @pytest.mark.parametrize(
     ("requested", "platform", "dtype", "length", "why"),
     [
-        ("cudnn", "cpu", "bfloat16", 128, "needs an NVIDIA GPU, this is cpu"),
+        ("cudnn", "cpu", "bfloat16", 128, "needs an NVIDIA GPU, not cpu"),
         ("cudnn", "cuda", "float32", 128, "not float32"),
         ("splash", "cuda", "bfloat16", 128, "needs a TPU"),
         ("splash", "tpu", "bfloat16", 200, "a multiple of 128 tokens"),
@@ -403,6 +403,6 @@ def test_an_impossible_choice_names_the_option(monkeypatch):
     ):
         read_networks(tiny.config(model__attention="splash"), folders)
     with pytest.raises(
-        UserError, match="config.rollout.attention='cudnn': cuDNN reads the cache only where"
+        UserError, match="config.rollout.attention='cudnn': cuDNN reads the cache only with"
     ):
         read_networks(tiny.config(rollout__attention="cudnn"), folders)

@@ -204,7 +204,7 @@ def test_all_linear_leaves_experts_out_and_naming_them_is_refused():
     attention = ("q_proj", "k_proj", "v_proj", "o_proj")
     assert existing_targets("all-linear", ARCHITECTURE) == attention
     assert existing_targets("v_proj, q_proj", ARCHITECTURE) == ("q_proj", "v_proj")
-    with pytest.raises(UserError, match=r"lora\.targets='q_proj,up_proj': .* are experts'"):
+    with pytest.raises(UserError, match=r"lora\.targets='q_proj,up_proj': .* belong to experts"):
         existing_targets("q_proj,up_proj", ARCHITECTURE)
     rows = adapter_tensor_table(ARCHITECTURE, 2, attention, "lm")
     assert {path[2] for path in rows} == set(attention)
@@ -215,7 +215,7 @@ def test_all_linear_leaves_experts_out_and_naming_them_is_refused():
     [
         ({"decoder_sparse_step": 3}, "decoder_sparse_step=3 leave no layer with experts"),
         ({"mlp_only_layers": [0, 1]}, "decoder_sparse_step=1 leave no layer with experts"),
-        ({"mlp_only_layers": 1}, "mlp_only_layers must be a list of whole numbers, it is 1"),
+        ({"mlp_only_layers": 1}, "mlp_only_layers must be a list of whole numbers; it is 1"),
         ({"num_experts_per_tok": 5}, "num_experts_per_tok=5: there are only 4 experts"),
         ({"num_local_experts": 8}, "num_experts and num_local_experts must be equal"),
         ({"num_experts": 0}, "num_experts must be a whole number from 1"),

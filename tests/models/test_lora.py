@@ -329,12 +329,12 @@ def read_all(folder):
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern="),
         ({"modules_to_save": ["embed_tokens"]}, "modules_to_save="),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
-        ({"r": None}, "adapter_config.json: r must be a whole number, it is None"),
-        ({"r": True}, "r must be a whole number, it is True"),
-        ({"lora_alpha": "8"}, "lora_alpha must be a finite number, it is '8'"),
-        ({"use_rslora": "false"}, "use_rslora must be true or false, it is 'false'"),
-        ({"modules_to_save": 1.5}, "modules_to_save must be a list of strings, it is 1.5"),
-        ({"base_model_name_or_path": 3}, "base_model_name_or_path must be a string, it is 3"),
+        ({"r": None}, "adapter_config.json: r must be a whole number; it is None"),
+        ({"r": True}, "r must be a whole number; it is True"),
+        ({"lora_alpha": "8"}, "lora_alpha must be a finite number; it is '8'"),
+        ({"use_rslora": "false"}, "use_rslora must be true or false; it is 'false'"),
+        ({"modules_to_save": 1.5}, "modules_to_save must be a list of strings; it is 1.5"),
+        ({"base_model_name_or_path": 3}, "base_model_name_or_path must be a string; it is 3"),
         (
             {"r": 4},
             r"q_proj\.lora_A\.weight has shape \[2, 16\], adapter_config\.json makes it \[4, 16\]",
@@ -384,7 +384,7 @@ def test_tensors_that_are_missing_or_too_many_are_named(saved):
 def test_pickles_and_other_folders_are_refused(saved, tmp_path):
     with pytest.raises(UserError, match="has no adapter_config.json"):
         read_adapter_config(tmp_path, ARCHITECTURE)
-    with pytest.raises(UserError, match="holds adapters, which stand on another model's weights"):
+    with pytest.raises(UserError, match="holds adapters, which belong to another model's weights"):
         reference.load(saved)
     (saved / "adapter_model.safetensors").rename(saved / "adapter_model.bin")
     with pytest.raises(UserError, match="adapter_model.bin is a pickle, and is not read"):

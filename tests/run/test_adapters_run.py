@@ -178,7 +178,7 @@ def test_a_critic_of_another_vocabulary_is_refused(files, tmp_path, no_weights):
     shutil.copytree(tmp_path / "tokenizer", critic, dirs_exist_ok=True)
     with pytest.raises(
         UserError,
-        match=r"config\.critic\.path='.*/critic': has the tokenizer of another vocabulary",
+        match=r"config\.critic\.path='.*/critic': its tokenizer has another vocabulary",
     ):
         config, _ = command_line.read_command_line(
             [
@@ -217,12 +217,12 @@ def test_adapters_of_another_folder_are_refused(
         config, _ = command_line.read_command_line(["train", f"--config={files}/config.py"])
         with pytest.raises(
             UserError if refused else KeyboardInterrupt,
-            match=f"stand on '{base}'" if refused else "weights",
+            match=f"belong to '{base}'" if refused else "weights",
         ):
             ppo_training.train_ppo(config, tmp_path)
     finally:
         path.write_text(text)
-    assert (f"stand on '{base}'" in caplog.text) == warned
+    assert (f"belong to '{base}'" in caplog.text) == warned
 
 
 @pytest.mark.exhaustive

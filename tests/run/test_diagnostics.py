@@ -114,7 +114,7 @@ def test_a_policy_that_begins_apart_from_its_reference_is_not_said_to_run_away()
     """The limit of 1 nat counts from the 3 nats of the first step."""
     rows = [{"kl/reference": x} for x in (3.0, 2.0, 3.9, 4.1)]
     ((first, began), (then, runs_away)) = observe(rows)
-    assert first == "first_kl" and "began 3 nats per token from the reference" in began
+    assert first == "first_kl" and "to the reference was 3 nats per token" in began
     assert then == "kl" and "is 4.1 nats per token" in runs_away
     resumed = Diagnosis(tiny.config(), STEPS, first_kl=3.0)
     assert resumed.observe(HEALTHY | rows[2]) == {}
@@ -213,7 +213,7 @@ def test_a_policy_that_solves_its_prompts_may_repeat_itself(name):
 
 def test_one_response_to_all_prompts_is_said():
     ((name, message),) = observe([{"rollout/most_common": 0.8}] * STEPS)
-    assert name == "duplicates" and "80% of all responses are the same one" in message
+    assert name == "duplicates" and "80% of all responses are identical" in message
 
 
 def test_equal_groups_are_no_problem_of_estimators_that_do_not_compare_them():

@@ -70,7 +70,9 @@ def test_a_file_of_rollouts_gets_what_the_step_has_learned_from(trained, tmp_pat
         reward__normalize="running",  # not the run's, which its checkpoint's moments follow
     )
     summary = score_file(config, tmp_path)
-    assert "normalize='running': not read; the checkpoint's run had 'none'" in summary["notes"][0]
+    assert (
+        "normalize='running': not read; the checkpoint was saved with 'none'" in summary["notes"][0]
+    )
     records = read_lines(file)
     tokens = read_lines(tmp_path / "tokens.jsonl")
     assert len(records) == summary["rows"] == 12

@@ -155,7 +155,7 @@ def test_work_with_a_limit_is_not_waited_for_longer():
     assert (code, errors) == (
         143,
         acknowledged(signal.SIGTERM)
-        + "stopped by SIGTERM, not saved: scoring the rewards was not over after 0.2 s\n",
+        + "stopped by SIGTERM, not saved: scoring the rewards did not end within 0.2 s\n",
     )
     assert seconds >= 0.2
 

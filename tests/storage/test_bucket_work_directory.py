@@ -27,7 +27,7 @@ from waiting import wait_until
 
 def test_a_run_that_was_killed_is_described_to_the_one_that_resumes_it(server, bucket):
     BucketFolder(bucket, 0).claim("process 7 on pod")
-    for lost in ("the run before, process 7 on pod, has not ended by itself (killed?)", ""):
+    for lost in ("the run before, process 7 on pod, did not end by itself (killed?)", ""):
         with work_directory.open_work_directory(bucket, print) as folder:
             assert work_directory.lost_run(folder).startswith(lost)
             assert bool(work_directory.lost_run(folder)) == bool(lost)

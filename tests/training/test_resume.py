@@ -32,7 +32,7 @@ def test_options_that_are_gone_are_named(capsys):
     saved = dataclasses.asdict(config)
     saved["critic"]["huber_delta"] = 0.5
     find_progress_of_saved_run(config, 5, saved)
-    line = "options that this version does not have, until the checkpoint: critic.huber_delta=0.5"
+    line = "options of the checkpoint that this version does not have: critic.huber_delta=0.5"
     assert line in capsys.readouterr().out
 
 
@@ -82,7 +82,7 @@ def test_an_option_that_only_the_first_step_reads_is_kept(capsys):
     saved = dataclasses.asdict(tiny.config(**adaptive))
     config = tiny.config(**adaptive, algorithm__kl_ctrl__kl_coef=0.5)
     find_progress_of_saved_run(config, 5, saved)
-    assert "kl_coef=0.5: not read; what the checkpoint made of 0.001 is kept" in (
+    assert "kl_coef=0.5: only a new run reads it; this one began with 0.001" in (
         capsys.readouterr().out
     )
 

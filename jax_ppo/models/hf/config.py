@@ -161,7 +161,7 @@ def _read_num_kv_heads(reader: ConfigReader, family: Family, num_heads: int) -> 
         return num_heads
     require_divisor(name, num_kv_heads, "num_attention_heads", num_heads)
     if family.fixed.get("block") == "latent" and num_kv_heads != num_heads:
-        raise reader.error(f"{name} must be num_attention_heads={num_heads}, it is {num_kv_heads}")
+        raise reader.error(f"{name} must be num_attention_heads={num_heads}; it is {num_kv_heads}")
     return num_kv_heads
 
 
@@ -265,7 +265,7 @@ def _read_mlp(
     names = [name for name in family.expert_fields if name in reader]
     experts, *others = (reader.integer(name) for name in names or family.expert_fields[:1])
     if {*others} - {experts}:
-        raise reader.error(f"{' and '.join(names)} must be equal, they are {[experts, *others]}")
+        raise reader.error(f"{' and '.join(names)} must be equal; they are {[experts, *others]}")
     per_token = reader.integer("num_experts_per_tok")
     if per_token > experts:
         raise reader.error(f"num_experts_per_tok={per_token}: there are only {experts} experts")
@@ -402,7 +402,7 @@ def _read_windows(
     if not any(local):
         return None, ()
     if window is None:
-        raise reader.error("sliding_window must be a whole number, it is None")
+        raise reader.error("sliding_window must be a whole number; it is None")
     return window, local
 
 

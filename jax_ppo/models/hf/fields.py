@@ -100,7 +100,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except RecursionError as error:
         raise UserError(f"{path} is not JSON that can be read: it is nested too deeply") from error
     if not isinstance(contents, dict):
-        raise UserError(f"{path} must hold a JSON object, it holds {quote_value(contents)}")
+        raise UserError(f"{path} must hold a JSON object; it holds {quote_value(contents)}")
     return contents
 
 
@@ -222,7 +222,7 @@ class ConfigReader:
         self._read.add(name)
         value = self._values.get(name)
         if name in self._values and not _is_number(value):
-            raise self.error(f"{name} must be a finite number, it is {quote_value(value)}")
+            raise self.error(f"{name} must be a finite number; it is {quote_value(value)}")
         return value
 
     def boolean(self, name: str, default: bool = False, nullable: bool = False) -> bool:
@@ -306,8 +306,8 @@ class ConfigReader:
     def _mismatch(self, name: str, expected: str, value: Any) -> UserError:
         name = self.name(name)
         if name not in self._values:
-            return self.error(f"{name} must be {expected}, it is missing")
-        return self.error(f"{name} must be {expected}, it is {quote_value(value)}")
+            return self.error(f"{name} must be {expected}; it is missing")
+        return self.error(f"{name} must be {expected}; it is {quote_value(value)}")
 
 
 def _without_notes(values: Config) -> Config:

@@ -135,7 +135,7 @@ def _read_config(folder: str | Path) -> dict[str, Any]:
     if not (folder / "config.json").exists():
         if (folder / "adapter_config.json").exists():
             raise UserError(
-                f"{folder} holds adapters, which stand on another model's weights: set "
+                f"{folder} holds adapters, which belong to another model's weights: set "
                 "config.model.path to that model and config.model.lora.path to these, or merge "
                 "them into it first (PEFT's merge_and_unload)"
             )

@@ -152,13 +152,13 @@ def _read_index(path: Path) -> list[str]:
     """Return the sorted names of the files in an index; raise `UserError` if it is invalid."""
     weight_map = read_json_object(path).get("weight_map", {})
     if not isinstance(weight_map, dict):
-        raise UserError(f"{path}: weight_map must be an object, it is {quote_value(weight_map)}")
+        raise UserError(f"{path}: weight_map must be an object; it is {quote_value(weight_map)}")
     for tensor, name in weight_map.items():
         # A path could lead out of the folder; Linux takes at most 255 bytes.
         is_name = isinstance(name, str) and name.isprintable() and len(name.encode()) <= 255
         if not is_name or name in ("", ".", "..") or re.search(r"[/\\]", name):
             raise UserError(
-                f"{path}: weight_map must name files of this folder, it names "
+                f"{path}: weight_map must name files of this folder; it names "
                 f"{quote_value(name)} for {quote_value(tensor)}"
             )
     return sorted(set(weight_map.values()))

@@ -63,9 +63,8 @@ def peft_obstacle(architecture: Architecture, lora: Lora) -> str:
     family = FAMILIES[architecture.family]
     if taken := [name for name in family.expert_names_in_peft if name in lora.targets]:
         return (
-            f"PEFT takes {', '.join(taken)} of {architecture.family} for routed experts', which "
-            "have no adapters; leave them out of config.model.lora.targets for a folder that PEFT "
-            "loads"
+            f"PEFT takes {', '.join(taken)} of {architecture.family} for routed experts, which "
+            "have no adapters; leave them out of config.model.lora.targets if PEFT is to load them"
         )
     fused = [name for names in family.fused_projections for name in names if name in lora.targets]
     if fused:

@@ -77,7 +77,7 @@ def _read_two_ropes(
     if parameters.keys() - {FULL, LOCAL}:
         raise reader.error(
             f"rope_parameters of model_type {reader.string('model_type')!r} must name layer types, "
-            f"{FULL} and {LOCAL}, they are {quote_value(parameters)}"
+            f"{FULL} and {LOCAL}; they are {quote_value(parameters)}"
         )
     tables = ConfigReader(parameters, where="config.json: rope_parameters.")
     full = tables.table(FULL)
@@ -150,7 +150,7 @@ class _OneRope:
         for entry in OPTIONAL_NUMBERS.get(kind, ()):
             number = entries.optional_number(entry, nullable=entry != PARTIAL_FACTOR)
             if entry == PARTIAL_FACTOR and number is not None and number > 1:
-                raise self.reader.error(f"{name}: {entry} must be at most 1, it is {number}")
+                raise self.reader.error(f"{name}: {entry} must be at most 1; it is {number}")
             if number is not None:
                 values[entry] = number
         if kind == "yarn" and "truncate" in entries:
@@ -214,7 +214,7 @@ class _OneRope:
             )
         factor = float(inner or outer or default)
         if factor > 1:
-            raise self.reader.error(f"{name} must be at most 1, it is {factor}")
+            raise self.reader.error(f"{name} must be at most 1; it is {factor}")
         return factor
 
 

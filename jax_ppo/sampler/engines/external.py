@@ -149,9 +149,7 @@ class ExternalEngine(RolloutEngine):
                 self._save_adapters(visible)
                 self.load_weights()
                 if unused := self._unused_adapters(base, visible):
-                    raise AdaptersRefused(
-                        f"its log-probs are not those with adapters on {', '.join(unused)}"
-                    )
+                    raise AdaptersRefused(f"its log-probs show no adapters on {', '.join(unused)}")
             self._save_adapters(adapters)
             self.load_weights()
         except AdaptersRefused as refusal:

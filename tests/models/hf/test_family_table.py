@@ -159,7 +159,7 @@ def test_a_new_familys_own_words_are_read(monkeypatch):
     assert (architecture.head_dim, architecture.max_position_embeddings) == (8, 64)
     without = {name: value for name, value in CONFIG.items() if name != "gate_function"}
     assert from_hf_config(without).activation == "gelu_pytorch_tanh"
-    with pytest.raises(UserError, match="gate_function must be a string, it is None"):
+    with pytest.raises(UserError, match="gate_function must be a string; it is None"):
         from_hf_config(CONFIG | {"gate_function": None})
 
 

@@ -329,16 +329,16 @@ def test_folders_that_are_not_checkpoints(tmp_path):
 @pytest.mark.parametrize(
     ("name", "contents", "message"),
     [
-        ("config.json", "[1, 2]", "must hold a JSON object, it holds [1, 2]"),
-        ("config.json", '"' + "x" * 500 + '"', "must hold a JSON object, it holds 'xxx"),
+        ("config.json", "[1, 2]", "must hold a JSON object; it holds [1, 2]"),
+        ("config.json", '"' + "x" * 500 + '"', "must hold a JSON object; it holds 'xxx"),
         ("config.json", "[" * 100_000, "nested too deeply"),
-        ("generation_config.json", "7", "must hold a JSON object, it holds 7"),
-        (INDEX_FILE, "[]", "must hold a JSON object, it holds []"),
-        (INDEX_FILE, '{"weight_map": 3}', "weight_map must be an object, it is 3"),
+        ("generation_config.json", "7", "must hold a JSON object; it holds 7"),
+        (INDEX_FILE, "[]", "must hold a JSON object; it holds []"),
+        (INDEX_FILE, '{"weight_map": 3}', "weight_map must be an object; it is 3"),
         (
             INDEX_FILE,
             '{"weight_map": {"w": "../other.safetensors"}}',
-            "weight_map must name files of this folder, it names '../other.safetensors' for 'w'",
+            "weight_map must name files of this folder; it names '../other.safetensors' for 'w'",
         ),
         (INDEX_FILE, '{"weight_map": {"w": "/etc/passwd"}}', "it names '/etc/passwd' for 'w'"),
         (INDEX_FILE, '{"weight_map": {"w": ".."}}', "it names '..' for 'w'"),
@@ -387,13 +387,13 @@ def test_files_that_are_cut_short_or_missing(tmp_path):
             "models of these are; the nearest is llama",
         ),
         ({"model_type": "gpt_bigcode"}, "model_type 'gpt_bigcode' is not supported"),
-        ({"hidden_size": None}, "hidden_size must be a whole number, it is None"),
+        ({"hidden_size": None}, "hidden_size must be a whole number; it is None"),
         ({"max_position_embeddings": None}, "max_position_embeddings must be a whole number"),
-        ({"hidden_size": True}, "hidden_size must be a whole number, it is True"),
-        ({"hidden_size": 32.0}, "hidden_size must be a whole number, it is 32.0"),
+        ({"hidden_size": True}, "hidden_size must be a whole number; it is True"),
+        ({"hidden_size": 32.0}, "hidden_size must be a whole number; it is 32.0"),
         (
             {"num_hidden_layers": 10**8},
-            "num_hidden_layers must be a whole number from 1 to 10000, it is 100000000",
+            "num_hidden_layers must be a whole number from 1 to 10000; it is 100000000",
         ),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number from 1 to 10000"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3 must divide num_attention_heads=4"),
@@ -401,21 +401,21 @@ def test_files_that_are_cut_short_or_missing(tmp_path):
         ({"head_dim": 7}, "head_dim 7 is not supported, only even numbers are"),
         (
             {"tie_word_embeddings": "false"},
-            "tie_word_embeddings must be true or false, it is 'false'",
+            "tie_word_embeddings must be true or false; it is 'false'",
         ),
         ({"is_causal": False}, "is_causal False is not supported, only True is"),
         ({"is_causal": 1}, "is_causal 1 is not supported, only True is"),
-        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a finite number, it is '1e-6'"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number, it is nan"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a finite number; it is '1e-6'"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number; it is nan"),
         ({"eos_token_id": [2, "3"]}, "eos_token_id must be a token id or a list of them"),
-        ({"pad_token_id": 97}, "pad_token_id must be a whole number from -1 to 96, it is 97"),
+        ({"pad_token_id": 97}, "pad_token_id must be a whole number from -1 to 96; it is 97"),
         (
             {"num_key_value_head": 2},
             "num_key_value_head is an unknown field, which might change what the model computes: "
             "remove it if it does not; the nearest known field is num_key_value_heads",
         ),
         ({"sliding_window": 4}, "sliding_window 4 is not supported, only None is"),
-        ({"rope_scaling": ["linear"]}, "rope_scaling must be an object, it is ['linear']"),
+        ({"rope_scaling": ["linear"]}, "rope_scaling must be an object; it is ['linear']"),
         (
             {
                 "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
@@ -429,7 +429,7 @@ def test_files_that_are_cut_short_or_missing(tmp_path):
         ),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": "2"}},
-            "rope_scaling.factor must be a finite number, it is '2'",
+            "rope_scaling.factor must be a finite number; it is '2'",
         ),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta": 3}},
@@ -443,7 +443,7 @@ def test_files_that_are_cut_short_or_missing(tmp_path):
                     "long_factor": [1.0] * 4,
                 }
             },
-            "rope_scaling.short_factor must be a list of 4 numbers, it is [1.0]",
+            "rope_scaling.short_factor must be a list of 4 numbers; it is [1.0]",
         ),
         (
             {
@@ -463,7 +463,7 @@ def test_files_that_are_cut_short_or_missing(tmp_path):
         ),
         (
             {"model_type": "mistral", "sliding_window": "wide"},
-            "sliding_window must be a whole number, it is 'wide'",
+            "sliding_window must be a whole number; it is 'wide'",
         ),
         (
             {"model_type": "mistral", "layer_types": ["full_attention"] * 2},
@@ -479,7 +479,7 @@ def test_files_that_are_cut_short_or_missing(tmp_path):
         ),
         (
             {"model_type": "qwen3", "layer_types": ["sliding_attention"] * 2},
-            "sliding_window must be a whole number, it is None",
+            "sliding_window must be a whole number; it is None",
         ),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
         ({"model_type": "gemma3"}, "model_type 'gemma3' is not supported"),
@@ -489,7 +489,7 @@ def test_files_that_are_cut_short_or_missing(tmp_path):
         ),
         (
             {"model_type": "gemma2", "sliding_window": None},
-            "sliding_window must be a whole number, it is None",
+            "sliding_window must be a whole number; it is None",
         ),
         (
             {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0},

@@ -192,5 +192,5 @@ def test_a_multimodal_model_without_a_known_text_part_is_refused(model, tmp_path
     with pytest.raises(UserError, match=r"model_type \['gemma3'\] is not supported"):
         read_architecture(tmp_path / "in")
     change_config(tmp_path / "in", model_type="gemma3", text_config=3)
-    with pytest.raises(UserError, match=r"text_config must be an object, it is 3"):
+    with pytest.raises(UserError, match=r"text_config must be an object; it is 3"):
         read_architecture(tmp_path / "in")
