@@ -7,11 +7,23 @@ before jax, so functions are imported at their first use. For a user's `module:f
 
 import dataclasses
 import functools
+import hashlib
 import importlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
+
+# Rows, as JSON, and functions that a Python program has passed, by the values of options that stand
+# for them: "memory:KIND@DIGEST".
+IN_MEMORY: dict[str, Any] = {}
+
+
+def keep_in_memory(kind: str, content: Any, text: str) -> str:
+    """Keep rows or a function, and return the option's value; equal texts have equal values."""
+    value = f"memory:{kind}@{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    IN_MEMORY[value] = content
+    return value
 
 
 def import_function(path: str) -> Callable[..., Any]:

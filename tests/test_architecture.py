@@ -20,21 +20,25 @@ MAY_IMPORT = {
     "processes": {"errors"},
     "thoughts": set(),
     "http_client": {"errors"},
+    "timed_threads": set(),
     "demonstration": {"types"},
     "storage": {"errors"},
     "config": {"errors", "registries", "storage"},
     "migrating": {"errors", "registries", "config"},
     "runtime": {"errors", "config", "storage"},
     "models": FOUNDATIONS | {"config", "storage", "runtime"},
-    "rewards": {"errors", "types", "config", "processes", "http_client", "thoughts"},
-    "data": {"errors", "types", "storage", "processes", "thoughts"},
+    "rewards": {
+        *("errors", "types", "registries", "config", "processes", "http_client", "thoughts"),
+        "timed_threads",
+    },
+    "data": {"errors", "types", "registries", "storage", "processes", "thoughts"},
     "training": FOUNDATIONS | {"config", "storage", "runtime", "models", "data"},
     "sampler": FOUNDATIONS | {"config", "runtime", "models", "http_client"},
     "reporting": {"errors", "config", "runtime", "training"},
 }
 MAY_IMPORT["environments"] = {
     *("errors", "types", "config", "data", "rewards", "runtime", "sampler", "processes"),
-    *("http_client", "thoughts"),
+    *("http_client", "thoughts", "timed_threads"),
 }
 MAY_IMPORT["ppo"] = MAY_IMPORT["training"] | {"training", "sampler", "rewards", "environments"}
 MAY_IMPORT["memory"] = MAY_IMPORT["ppo"] | {"ppo"}

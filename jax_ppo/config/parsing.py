@@ -31,6 +31,16 @@ def parse_date(text: str) -> datetime.date | None:
     return datetime.date.fromisoformat(text) if text else None
 
 
+def refuse_main(text: str) -> None:
+    """Raise `ValueError` if a text names a function of the main module."""
+    module, _, name = text.partition(":")
+    if module == "__main__":
+        raise ValueError(
+            "worker processes cannot import a function of a script or notebook: pass it, "
+            f"train(config, workdir, reward={name}), or save it in a file and name FILE.py:{name}"
+        )
+
+
 def parse_loggers(text: str) -> tuple[str, ...]:
     """Return the names in `trainer.logger`."""
     names = parse_names(text)
@@ -121,6 +131,7 @@ def parse_terms(text: str) -> tuple[Term, ...]:
                 f"{part!r} is not RULE:WEIGHT, as in gsm8k:1.0, format[think,answer]:0.2, "
                 "model:0.5 or my.py:score:0.1"
             )
+        refuse_main(match["rule"])
         term = Term(rule=match["rule"], argument=match["argument"] or "", weight=weight)
         if term.metric in {other.metric for other in terms}:
             raise ValueError(f"{term.metric[:-5]!r} occurs twice")

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from jax_ppo.errors import UserError, did_you_mean, shorten
+from jax_ppo.registries import IN_MEMORY
 
 
 def load_plugin(
@@ -30,11 +31,19 @@ def load_plugin(
     not exist, or it cannot be called with these arguments.
     """
     setting = f"config.{option}={function!r}"
+    plugin: Callable[..., Any] = IN_MEMORY.get(function) or _import_function(function, setting)
+    _validate_signature(plugin, setting, other_arguments(plugin) or arguments, by_name)
+    return plugin
+
+
+def _import_function(function: str, setting: str) -> Callable[..., Any]:
     module_name, colon, name = function.rpartition(":")
+    if module_name == "memory" and "@" in name:
+        raise UserError(f"{setting}: a function of another Python process; pass it again")
     if not colon or not module_name or not name.isidentifier():
         raise UserError(f"{setting}: expected module:function or path/to/file.py:function")
     module = _import_plugin(module_name, setting)
-    plugin = getattr(module, name, None)
+    plugin: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(plugin):
         # The functions that the module does have help with a misspelled name.
         callables = [
@@ -46,7 +55,6 @@ def load_plugin(
             f"{setting}: {module_name} has no function {name!r}; it has "
             f"{shorten(', '.join(callables), 200) or 'none'}.{did_you_mean(name, callables)}"
         )
-    _validate_signature(plugin, setting, other_arguments(plugin) or arguments, by_name)
     return plugin
 
 

@@ -41,7 +41,7 @@ from jax_ppo.config.option_rules import (
     must_be_set,
     option_is,
 )
-from jax_ppo.config.parsing import Term, parse_date, parse_loggers, parse_terms
+from jax_ppo.config.parsing import Term, parse_date, parse_loggers, parse_terms, refuse_main
 from jax_ppo.config.rollout_options import RolloutOptions
 from jax_ppo.config.training_options import (
     Actor,
@@ -143,7 +143,7 @@ class Reward:
     function: str = option("",
         "`module:function` or `file.py:function`, called as f(data_source, solution_str, "
         "ground_truth, extra_info), or for a batch as verl's or TRL's; empty: the rule of each "
-        "row's data_source")
+        "row's data_source", parse=refuse_main)
     terms: str = option("",
         "sum of rewards as NAME:WEIGHT pairs: built-in rules (gsm8k, gsm8k[flexible], math, "
         "math_dapo, multiple_choice, exact, search_qa, regex, json_schema, arithmetic, sums, "

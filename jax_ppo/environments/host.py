@@ -19,12 +19,12 @@ from jax_ppo.data.chat_templates import CHARACTERS_PER_TOKEN, MessageFrame
 from jax_ppo.data.messages import prompt_texts
 from jax_ppo.data.tokenizer import decode_texts, encode_text
 from jax_ppo.environments.protocol import FAILED, FAILURES, EnvironmentLost, TextEnvironment
-from jax_ppo.environments.timed_threads import CallResult, CallTimeout, TimedThreads
 from jax_ppo.errors import UserError, did_you_mean, printable_lines, shorten
 from jax_ppo.http_client import RequestFault
 from jax_ppo.rewards.custom import as_float, describe_value
 from jax_ppo.runtime import faults
 from jax_ppo.sampler.engine import Answers, Turns
+from jax_ppo.timed_threads import CallResult, CallTimeout, TimedThreads
 from jax_ppo.types import NOTHING, Example
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class HostEnvironment:
         self._lost = ""  # why no dialogue can go on
         # By the index of the sample, so that the next batch's dialogues replace the last one's.
         self._dialogues: dict[int, CallResult] = {}
-        self._threads = TimedThreads(THREADS, timeout)
+        self._threads, self._timeout = TimedThreads(THREADS), timeout
         self._reset_counts()
 
     def _reset_counts(self) -> None:
@@ -128,7 +128,7 @@ class HostEnvironment:
             last = int(tokens[b, lengths[b] - 1])
             dialogue = self._dialogues[sample]
             calls.append(functools.partial(self._step, dialogue, beginning, text, last))
-        for b, result in zip(waiting, self._threads.call_all(calls), strict=True):
+        for b, result in zip(waiting, self._threads.call_all(calls, self._timeout), strict=True):
             faults.report_progress()
             self._steps += 1
             try:

@@ -10,9 +10,9 @@ awaited.
 import asyncio
 import bisect
 import contextlib
-import functools
 import inspect
 import math
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,14 +34,18 @@ _RESERVED_KEYS = ("score", "acc", "step_rewards", "pred")
 _MAX_QUOTED = 200  # characters
 
 
-# The loop of this process: clients that a function keeps are bound to one.
-_event_loop = functools.cache(asyncio.new_event_loop)
+# The loop of each thread: clients that a function keeps are bound to one.
+_of_thread = threading.local()
 
 
 def call_and_wait(function: Callable[..., Any], **arguments: Any) -> Any:
     """Return what a function returns, or what its coroutine does."""
     value = function(**arguments)
-    return _event_loop().run_until_complete(value) if inspect.isawaitable(value) else value
+    if not inspect.isawaitable(value):
+        return value
+    if not hasattr(_of_thread, "loop"):
+        _of_thread.loop = asyncio.new_event_loop()
+    return _of_thread.loop.run_until_complete(value)
 
 
 def as_float(value: Any) -> float | None:

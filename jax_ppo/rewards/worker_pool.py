@@ -1,9 +1,12 @@
 """Reward functions in worker processes: a hung or dead worker costs one sample, not the run.
 
-A worker imports the reward function by its name in the options. It does not load JAX.
+A worker imports the reward function by its name in the options. It does not load JAX. A function
+that is only in the memory of this process runs in threads here.
 """
 
 import concurrent.futures
+import contextlib
+import functools
 import os
 import signal
 import threading
@@ -18,6 +21,7 @@ import pebble
 from jax_ppo import processes
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError, print_any_text, printable_lines
+from jax_ppo.registries import IN_MEMORY
 from jax_ppo.rewards.custom import BatchFunction, score_whole_batch
 from jax_ppo.rewards.judge import Judge
 from jax_ppo.rewards.reward_functions import resolve_reward_function
@@ -30,6 +34,7 @@ from jax_ppo.rewards.samples import (
     TimeoutCounter,
     score_sample,
 )
+from jax_ppo.timed_threads import CallTimeout, TimedThreads
 
 _MAX_ATTEMPTS = 3  # to score a sample whose pool broke before a worker took it
 _LONGEST_STOP = 10.0  # seconds to wait for the threads of a pool whose workers are killed
@@ -60,11 +65,19 @@ class _WorkerContext(processes.WorkerContext):
     Process = _WorkerProcess  # type: ignore[assignment]
 
 
-def count_workers(options: Reward, needs_workers: bool) -> int:
-    """Return the number of workers; by default one, where needed, which keeps the calls' order."""
-    if options.workers is not None:
-        return options.workers
-    return int(needs_workers)
+def isolate(
+    function: RewardFunction | BatchFunction, options: Reward, needs_workers: bool
+) -> "RewardFunction | BatchFunction | RewardWorkers":
+    """Return the workers that apply a reward function, or the function if there are none.
+
+    By default it is one, where needed, which keeps the order of calls.
+    """
+    workers = int(needs_workers) if options.workers is None else options.workers
+    if not workers:
+        return function
+    if options.function in IN_MEMORY:
+        return RewardThreads(options, workers, function)
+    return RewardWorkers(options, workers, takes_batches=isinstance(function, BatchFunction))
 
 
 class RewardWorkers:
@@ -176,13 +189,7 @@ class RewardWorkers:
         try:
             return future.result()
         except TimeoutError:
-            seconds = f"config.reward.timeout={self._options.timeout:g} seconds"
-            if limit != self._options.timeout:
-                count = round(limit / self._options.timeout)
-                seconds += f" for each of {count} responses (config.reward.max_timeouts at most)"
-            return ScoringFailure(
-                f"no result within {seconds}; its worker process was replaced", timed_out=True
-            )
+            return self._late(limit, "its worker process was replaced")
         except pebble.ProcessExpired as error:
             code = error.exitcode
             end = f"exit code {code % _ENDED_WITH_ZERO}"
@@ -193,6 +200,48 @@ class RewardWorkers:
             return None
         except Exception as error:  # such as columns that cannot be sent to another process
             return ScoringFailure(printable_lines(f"{type(error).__name__}: {error}"))
+
+    def _late(self, limit: float, end: str) -> ScoringFailure:
+        """Return the failure of a task without a result after `limit` seconds."""
+        seconds = f"config.reward.timeout={self._options.timeout:g} seconds"
+        if limit != self._options.timeout:
+            count = round(limit / self._options.timeout)
+            seconds += f" for each of {count} responses (config.reward.max_timeouts at most)"
+        return ScoringFailure(f"no result within {seconds}; {end}", timed_out=True)
+
+
+class RewardThreads(RewardWorkers):
+    """Threads of this process, for a function that no other process can import.
+
+    Python cannot end a thread: a call that takes too long counts as failed, but goes on.
+    """
+
+    def __init__(
+        self, options: Reward, threads: int, function: RewardFunction | BatchFunction
+    ) -> None:
+        super().__init__(options, threads, takes_batches=isinstance(function, BatchFunction))
+        self._function = function
+        self._threads = TimedThreads(self._workers)
+
+    def __enter__(self) -> "RewardThreads":
+        return self
+
+    def _run(
+        self, tasks: Sequence[tuple[Any, Any]], limit: float, report_progress: ProgressReporter
+    ) -> list[Any]:
+        outcomes: list[Any] = []
+        timeouts = TimeoutCounter(self._options.max_timeouts)
+        calls = [functools.partial(_score, self._function, *task) for task in tasks]
+        with contextlib.closing(self._threads.call_all(calls, limit)) as results:
+            for result in results:
+                try:
+                    outcomes.append(result.result())
+                except CallTimeout:
+                    outcomes.append(self._late(limit, "its call goes on in a thread"))
+                report_progress(len(outcomes))
+                if timeouts.should_give_up(outcomes[-1]):
+                    break
+        return outcomes + timeouts.fail_rest(len(tasks) - len(outcomes))
 
 
 # Of a worker process: its reward function, or why it has none.
@@ -221,11 +270,17 @@ def score_in_worker(row: Any, response: Any) -> Outcome | list[Outcome]:
     """Score one response in an initialized worker, or a list of them if the function takes one."""
     if _worker_function is None:
         return ScoringFailure(printable_lines(str(_worker_obstacle)))
+    return _score(_worker_function, row, response)
+
+
+def _score(
+    function: RewardFunction | BatchFunction, row: Any, response: Any
+) -> Outcome | list[Outcome]:
     try:
-        if isinstance(_worker_function, BatchFunction):
-            return score_whole_batch(_worker_function, row, response)
-        return score_sample(_worker_function, row, response)
-    except KeyboardInterrupt:  # the function's own: Ctrl-C does not reach this process
+        if isinstance(function, BatchFunction):
+            return score_whole_batch(function, row, response)
+        return score_sample(function, row, response)
+    except KeyboardInterrupt:  # the function's own: Ctrl-C reaches neither worker nor thread
         return ScoringFailure("KeyboardInterrupt")
 
 

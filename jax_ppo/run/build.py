@@ -30,7 +30,7 @@ from jax_ppo.rewards import reward_functions, row_rules
 from jax_ppo.rewards.custom import BatchFunction, validate_columns
 from jax_ppo.rewards.judge import Judge
 from jax_ppo.rewards.samples import RewardFunction
-from jax_ppo.rewards.worker_pool import RewardWorkers, count_workers
+from jax_ppo.rewards.worker_pool import RewardThreads, RewardWorkers, isolate
 from jax_ppo.run.life_cycle import count_steps
 from jax_ppo.run.parts import PPORun, batches_in_order
 from jax_ppo.run.rule_trial import try_first_rows
@@ -169,6 +169,12 @@ def _read_rows(
     rule = None
     if ruled and not config.rewards_by_environment_alone:
         rule = _resolve_rule(config.reward, ruled)
+    if isinstance(rule, RewardThreads):
+        report(
+            f"note: {config.reward.function} runs in this process: a call that exceeds "
+            f"config.reward.timeout={config.reward.timeout:g} seconds counts as failed but goes "
+            "on, where a function in a file, FILE.py:NAME, would be stopped"
+        )
     if rule is not None and samples_data:
         for line in try_first_rows(examples, config.reward):
             report(f"warning: {line}")
@@ -240,10 +246,7 @@ def _resolve_rule(options: Reward, examples: list[Example]) -> RunRule:
         row_rules.validate_data_sources(examples, options)
         if missing := row_rules.find_missing_package(examples, options):
             raise UserError(missing)
-    workers = count_workers(options, reward_functions.needs_workers(examples, options))
-    if not workers:
-        return rule
-    return RewardWorkers(options, workers, takes_batches=isinstance(rule, BatchFunction))
+    return isolate(rule, options, reward_functions.needs_workers(examples, options))
 
 
 def _report_size(run: PPORun, report: Report) -> None:

@@ -12,8 +12,7 @@ from jax_ppo.rewards.batch import describe_misses, score_batch, scored_misses
 from jax_ppo.rewards.custom import BatchFunction, validate_columns
 from jax_ppo.rewards.row_rules import AUTO, JUDGE, rules_of_source
 from jax_ppo.rewards.rule_table import RULES
-from jax_ppo.rewards.samples import RewardFunction
-from jax_ppo.rewards.worker_pool import RewardWorkers, count_workers
+from jax_ppo.rewards.worker_pool import RewardWorkers, isolate
 from jax_ppo.types import Example
 
 MADE_UP = ("The answer is 1.", "")  # responses that user-defined functions are tried on
@@ -56,14 +55,11 @@ def try_rule(
     rule = reward_functions.resolve_reward_function(options)
     if isinstance(rule, BatchFunction):
         validate_columns(rule, examples, f"config.reward.function={options.function!r}")
-    running: contextlib.AbstractContextManager[RewardFunction | BatchFunction | RewardWorkers]
-    running = contextlib.nullcontext(rule)
     if needs_workers:
         solved = solved[:most_in_workers]
-        workers = count_workers(options, needs_workers)
-        running = RewardWorkers(options, workers, takes_batches=isinstance(rule, BatchFunction))
     responses = [example.response or "" for example in solved]
-    with running as scorer:
+    scorer = isolate(rule, options, needs_workers)
+    with scorer if isinstance(scorer, RewardWorkers) else contextlib.nullcontext():
         scored = score_batch(scorer, solved, responses, options)
     misses = scored_misses(solved, responses, scored)
     return Trial(
@@ -95,12 +91,15 @@ def call_functions(examples: Sequence[Example], options: Reward) -> list[Functio
     first_rows = {example.data_source: example for example in reversed(examples)}
     calls = []
     for function in reward_functions.functions_of(options):
-        alone = dataclasses.replace(options, function=function, terms="", url="", max_timeouts=1)
+        alone = dataclasses.replace(
+            options, function=function, terms="", url="", max_timeouts=1, workers=1
+        )
         rule = reward_functions.resolve_reward_function(alone)
-        is_batch = isinstance(rule, BatchFunction)
         if isinstance(rule, BatchFunction):
             validate_columns(rule, examples, f"config.reward.function={function!r}")
-        with RewardWorkers(alone, workers=1, takes_batches=is_batch) as workers:
+        workers = isolate(rule, alone, needs_workers=True)
+        assert isinstance(workers, RewardWorkers), "there is one"
+        with workers:
             for source, row in reversed(first_rows.items()):
                 scored = score_batch(workers, [row] * len(MADE_UP), MADE_UP, alone)
                 results = zip(scored.scores.tolist(), scored.failed, strict=True)

@@ -14,11 +14,15 @@ import numpy as np
 import pebble.pool.process
 import pytest
 
+from jax_ppo import timed_threads
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError
+from jax_ppo.registries import keep_in_memory
 from jax_ppo.rewards import worker_pool
 from jax_ppo.rewards.batch import score_batch
-from jax_ppo.rewards.worker_pool import RewardWorkers, count_workers
+from jax_ppo.rewards.reward_functions import resolve_reward_function
+from jax_ppo.rewards.samples import RewardRow
+from jax_ppo.rewards.worker_pool import RewardWorkers, isolate
 from jax_ppo.types import Example
 from waiting import is_running, wait_until
 
@@ -255,10 +259,66 @@ def _children(parent):
 
 
 def test_user_functions_run_in_one_worker_unless_configured_otherwise():
-    assert count_workers(Reward(), False) == 0
-    assert count_workers(options("mine.py:f"), True) == 1
-    assert count_workers(options("mine.py:f", workers=0), True) == 0
-    assert count_workers(options("", workers=2), False) == 2
+    def count(needs_workers, function, **changes):
+        isolated = isolate(len, options(function, **changes), needs_workers)
+        return 0 if isolated is len else isolated._workers
+
+    assert count(False, "") == 0
+    assert count(True, "mine.py:f") == 1
+    assert count(True, "mine.py:f", workers=0) == 0
+    assert count(False, "", workers=2) == 2
+
+
+hanging = threading.Event()
+
+
+async def hangs_at_even_lengths(solution_str, **_):
+    """Score as a notebook's function may: with `await`, which needs a loop in its thread."""
+    if len(solution_str) % 2 == 0:
+        hanging.set()
+        threading.Event().wait()
+    return {"score": len(solution_str), "process": os.getpid()}
+
+
+def hangs_with_a_batch(data_sources, solution_strs, ground_truths, extra_infos):
+    hanging.set()
+    threading.Event().wait()
+
+
+def in_threads(function, **changes):
+    """Return the threads that call a function of this process."""
+    name = keep_in_memory("f", function, function.__name__)
+    return isolate(resolve_reward_function(Reward(name)), options(name, **changes), True)
+
+
+@pytest.fixture
+def calls_that_hang_are_late(monkeypatch):
+    def wait(futures, seconds):
+        wait_until(lambda: futures[0].done() or hanging.is_set())
+        if not futures[0].done():
+            hanging.clear()
+
+    monkeypatch.setattr(timed_threads.concurrent.futures, "wait", wait)
+
+
+def test_late_calls_of_a_function_of_this_process_are_left_in_their_threads(
+    calls_that_hang_are_late,
+):
+    responses = ["a", "bc", "def", "gh", "ijkl", "not tried", "m"]
+    threads = in_threads(hangs_at_even_lengths, max_timeouts=2)
+    for _ in range(2):  # nothing of the first batch is in the way of the second
+        with threads as pool:
+            outcomes = pool.score([RewardRow("x")] * 7, responses)
+        assert [outcomes[0].score, outcomes[2].score] == [1, 3]
+        assert outcomes[0].extra["process"] == os.getpid()
+        assert [outcome.timed_out for outcome in (outcomes[1], *outcomes[3:5])] == [True] * 3
+        assert "=3600 seconds; its call goes on in a thread" in outcomes[1].cause
+        assert ["2 consecutive" in outcome.cause for outcome in outcomes[5:]] == [True] * 2
+
+
+def test_a_late_batch_function_of_this_process_fails_for_all(calls_that_hang_are_late):
+    outcomes = in_threads(hangs_with_a_batch).score([RewardRow("x")] * 2, ["a"] * 2)
+    assert ["for each of 2 responses" in outcome.cause for outcome in outcomes] == [True] * 2
 
 
 def test_built_in_rules_can_run_in_workers():

@@ -480,8 +480,8 @@ def test_each_turn_that_ends_keeps_a_long_rollout_from_counting_as_a_stall(hangi
 def test_a_step_that_hangs_does_not_keep_the_process_from_ending():
     script = (
         "import threading\n"
-        "from jax_ppo.environments.timed_threads import TimedThreads\n"
-        "[late] = TimedThreads(1, 0.01).call_all([threading.Event().wait])\n"
+        "from jax_ppo.timed_threads import TimedThreads\n"
+        "[late] = TimedThreads(1).call_all([threading.Event().wait], 0.01)\n"
         "print(late.exception())"
     )
     ended = subprocess.run(

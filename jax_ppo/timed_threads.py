@@ -8,7 +8,7 @@ import concurrent.futures
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 CallResult = concurrent.futures.Future[Any]
@@ -44,40 +44,50 @@ class _Call:
 class TimedThreads:
     """A number of threads that make calls."""
 
-    def __init__(self, threads: int, timeout: float) -> None:
-        """Start the threads; one call may take `timeout` seconds."""
-        self._timeout = timeout
+    def __init__(self, threads: int) -> None:
+        """Start the threads."""
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         for _ in range(threads):
             self._start_thread()
 
-    def call_all(self, functions: Sequence[Callable[[], Any]]) -> Iterator[CallResult]:
-        """Yield the results of calls in order; `CallTimeout` for one that takes too long."""
+    def call_all(
+        self, functions: Sequence[Callable[[], Any]], timeout: float
+    ) -> Generator[CallResult]:
+        """Yield the results of calls in order; `CallTimeout` for one longer than `timeout` seconds.
+
+        Calls that have not begun when the generator is closed are not made.
+        """
         calls = [_Call(function) for function in functions]
         for call in calls:
             self._calls.put(call)
-        for call in calls:
-            yield self._wait(call)
+        try:
+            for call in calls:
+                yield self._wait(call, timeout)
+        finally:
+            for call in calls:
+                call.result.cancel()
 
-    def _wait(self, call: _Call) -> CallResult:
+    def _wait(self, call: _Call, timeout: float) -> CallResult:
         # Every call starts, since each earlier one has returned or its thread has been replaced.
         call.has_started.wait()
-        remaining = call.started_at + self._timeout - time.monotonic()
+        remaining = call.started_at + timeout - time.monotonic()
         concurrent.futures.wait([call.result], max(remaining, 0.0))
         if call.result.done():
             return call.result
         call.is_abandoned = True
         self._start_thread()
-        timeout: CallResult = concurrent.futures.Future()
-        timeout.set_exception(CallTimeout(f"no answer within {self._timeout:g} seconds"))
-        return timeout
+        late: CallResult = concurrent.futures.Future()
+        late.set_exception(CallTimeout(f"no answer within {timeout:g} seconds"))
+        return late
 
     def _start_thread(self) -> None:
-        threading.Thread(target=self._work, name="environment", daemon=True).start()
+        threading.Thread(target=self._work, name="timed call", daemon=True).start()
 
     def _work(self) -> None:
         while True:
             call = self._calls.get()
+            if not call.result.set_running_or_notify_cancel():
+                continue
             call.run()
             if call.is_abandoned:
                 return
