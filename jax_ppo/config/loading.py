@@ -8,9 +8,12 @@ validated in validation.py.
 
 import contextlib
 import dataclasses
+import datetime
+import decimal
 import json
 import math
 import operator
+import os
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,7 +22,8 @@ from jax_ppo.config import config_files, parsing, validation
 from jax_ppo.config.option import COMMANDS, PPO, SUPERVISED, Facts, Option, strip_none
 from jax_ppo.config.schema import Config, all_options, options_by_name, replace_options
 from jax_ppo.config.suggestions import suggest_option
-from jax_ppo.errors import UserError, did_you_mean
+from jax_ppo.errors import UserError, did_you_mean, shorten
+from jax_ppo.registries import keep_in_memory
 
 if typing.TYPE_CHECKING:
     import ml_collections  # imported lazily: a Config can be built and used without it
@@ -65,7 +69,8 @@ def load_config(
     Args:
       file: A value of `--config`: the name of a shipped configuration or the path of a file, with
         an optional `:ARG` for its `get_config`; `None`: all options at their defaults.
-      overrides: values by dotted name, "actor.optim.lr".
+      overrides: values by dotted name, "actor.optim.lr". `data.train_files` and `data.val_files`
+        may also be rows: a list of dicts, a DataFrame of pandas, or a Dataset.
       command: the command that reads the options: train, critic, evaluate, score, sft or
         reward_model.
       **options: more overrides, as keywords with `__` for each dot: `actor__optim__lr=2e-6`.
@@ -81,9 +86,46 @@ def load_config(
     values = default_config() if file is None else read_config_file(file, command)
     by_keyword = {name.replace("__", "."): value for name, value in options.items()}
     by_name = {**(overrides or {}), **by_keyword}
-    for name in by_name:
+    for name, value in by_name.items():
         find_option(name)
+        if name == "reward.function" and callable(value):
+            raise UserError(f"config.{name}: pass a function as train(config, workdir, reward=f)")
+        is_text = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
+        is_rows = not (is_text or isinstance(value, str | os.PathLike | None))
+        if name in ("data.train_files", "data.val_files") and is_rows:
+            by_name[name] = keep_rows(value, f"config.{name}")
     return override_options(values, by_name, command)
+
+
+def keep_rows(rows: Any, option: str) -> str:
+    """Keep a copy of rows in memory, and return the value that stands for them.
+
+    `rows` are a list of dicts, a DataFrame of pandas or a Dataset. Raise `UserError` for others.
+    """
+    kind = type(rows).__name__
+    if isinstance(rows, Mapping) or not hasattr(rows, "__len__"):  # a DatasetDict; a generator
+        names = f" of {shorten(', '.join(map(str, rows)))}" if isinstance(rows, Mapping) else ""
+        raise UserError(
+            f"{option}: expected a list of dicts, a DataFrame or a Dataset, got a {kind}{names}"
+        )
+    if hasattr(rows, "itertuples"):  # of pandas
+        if not rows.columns.is_unique:
+            raise UserError(f"{option}: several columns have the same name: {list(rows.columns)}")
+        rows = rows.astype(object).where(rows.notna(), None).to_dict("records")
+    try:
+        text = json.dumps(list(rows), default=_as_json)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"{option}: a row cannot be written as JSON: {error}") from error
+    return keep_in_memory(kind, text, text)
+
+
+def _as_json(value: Any) -> Any:
+    """Return a value of a row, such as an array, a date or bytes, as JSON has it."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, datetime.date | datetime.time | decimal.Decimal):
+        return str(value)
+    raise TypeError(f"a {type(value).__name__} is neither text, number, list nor dict")
 
 
 def override_options(

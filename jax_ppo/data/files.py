@@ -158,8 +158,13 @@ def _read_json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         text = path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: {_describe_decoding(error)}") from error
+    return parse_json_rows(text, str(path))
+
+
+def parse_json_rows(text: str, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (location, row) of the text of a JSON file, or what stands for one, named `path`."""
     try:
-        content = _parse_json(text, str(path))
+        content = _parse_json(text, path)
     except UserError as error:
         if "Extra data" not in str(error):
             raise

@@ -12,6 +12,7 @@
                                             difference, with responses that call a calculator
     stories:COUNT[:heldout]                 generated story openings, each with a joyful and a sad
                                             continuation
+    memory:KIND@DIGEST                      rows that a Python program has passed
 
 Several sources are separated by commas and concatenated, or mixed: SOURCE*WEIGHT. FILE[START:END],
 of any file, selects a slice of its rows, counted from 0 as in Python.
@@ -36,6 +37,7 @@ from jax_ppo.data import files, hub_files, row_formats
 from jax_ppo.data.columns import Columns, find_label, ignored_columns, is_missing
 from jax_ppo.data.messages import prompt_texts
 from jax_ppo.errors import UserError, did_you_mean, shorten
+from jax_ppo.registries import IN_MEMORY
 from jax_ppo.storage import downloads, local_files, remote
 from jax_ppo.types import Example
 
@@ -152,7 +154,11 @@ def _load_source(
     if colon and scheme in GENERATORS:
         return _generate_examples(scheme, arguments, seed, option)
     # TFDS has another syntax of slices, in the name of the split.
-    if colon and scheme == "tfds":
+    if source in IN_MEMORY:
+        located_rows = files.parse_json_rows(IN_MEMORY[source], option)
+    elif colon and scheme == "memory":
+        raise UserError(f"{option}={source!r}: rows of another Python process; pass them again")
+    elif colon and scheme == "tfds":
         located_rows = _read_tfds_rows(arguments, option)
     else:
         located_rows = _read_file_rows(source, option)

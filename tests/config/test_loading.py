@@ -576,6 +576,12 @@ def test_load_config_overrides_by_keyword_and_by_dotted_name(config_file):
         (("arithmetc",), {}, r"--config=arithmetc: .*Did you mean arithmetic\?"),
         ((), {"command": "sftt"}, r"command='sftt': .*Did you mean 'sft'"),
         ((), {"command": "sft"}, r"config\.data\.train_files='': must be set"),
+        ((), {"reward__function": len}, r"pass a function as train\(config, workdir, reward=f\)"),
+        ((), {"reward__function": "__main__:f"}, r"main__:f': .* reward=f\), or save .*FILE.py:f"),
+        ((), {"reward__terms": "__main__:f:1"}, r"main__:f:1': .* workdir, reward=f\), or save"),
+        ((), {"data__train_files": {"a": [1], "b": [2]}}, r"got a dict of a, b"),
+        ((), {"data__train_files": iter([{}])}, "a list of dicts, a DataFrame or .*list_iterator"),
+        ((), {"data__val_files": [{"a": {1}}]}, r"val_files: a row .* JSON: a set is neither"),
     ],
 )
 def test_load_config_reports_mistakes_like_the_command_line(arguments, options, message):

@@ -1,15 +1,19 @@
 import concurrent.futures
+import functools
 import gzip
 import sys
 import time
 import types
+from datetime import date
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from data_files import write_rows
+from jax_ppo.config.loading import keep_rows
 from jax_ppo.data import sources
 from jax_ppo.data.columns import Columns
 from jax_ppo.data.responses import validate_responses
@@ -160,6 +164,53 @@ def test_a_wrong_row_is_named(tmp_path, row, words):
     with pytest.raises(UserError) as error:
         read_examples(path)
     assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (7, r"^option, row 2: expected a JSON object, got int"),
+        ({"question": "\ud83d"}, r"^option, row 2: .* half of a surrogate pair"),
+        ({"question": 7}, r"^option, row 2: question must be text or .* got 7"),
+        ({"x": functools.reduce(lambda x, _: [x], range(101), [])}, "row 2: .* nested"),
+    ],
+)
+def test_rows_of_a_program_are_checked_as_those_of_files(row, message):
+    with pytest.raises(UserError, match=message):
+        read_examples(keep_rows([GSM8K[0], row], "option"), option="option")
+
+
+def test_rows_of_a_program_are_copied_and_known_by_their_content(tmp_path):
+    rows = [dict(row, n=np.float32(0.5), x=np.arange(2), d=date(2026, 1, 2)) for row in GSM8K]
+    name = keep_rows(rows, "option")
+    assert keep_rows(list(map(dict, rows)), "option") == name
+    rows[0]["question"] = "Changed?"
+    assert keep_rows(rows, "option") != name
+    examples = read_examples(name)
+    plain = [row | {"n": 0.5, "x": [0, 1], "d": "2026-01-02"} for row in GSM8K]
+    assert examples == read_examples(write_rows(tmp_path / "a.jsonl", plain))
+    with pytest.raises(UserError, match="rows of another Python process; pass them again"):
+        read_examples("memory:list@0123456789ab")
+
+
+def test_frames_and_datasets_are_read_as_the_rows_that_they_hold():
+    pandas, datasets = map(pytest.importorskip, ("pandas", "datasets"))
+    rows = [
+        {"instruction": "How many?", "context": "Two and two.", "gold": 4, "note": None},
+        {"instruction": "How much?", "context": None, "gold": 5, "note": "x"},
+    ]
+    columns = Columns(ground_truth="gold")
+    expected = read_examples(keep_rows(rows, "option"), columns=columns)
+    assert expected[0].prompt[0]["content"] == "How many?\n\nTwo and two."
+    assert [example.ground_truth for example in expected] == ["4", "5"]
+    frame = pandas.DataFrame(rows)
+    dataset = datasets.Dataset.from_list(rows)
+    for given in (frame, frame.convert_dtypes(), dataset):
+        assert read_examples(keep_rows(given, "option"), columns=columns) == expected
+    with pytest.raises(UserError, match="got a DatasetDict of train"):
+        keep_rows(datasets.DatasetDict(train=dataset), "option")
+    with pytest.raises(UserError, match="same name: .'gold', 'gold'."):
+        keep_rows(frame[["gold", "gold"]], "option")
 
 
 ROW_WITH = '{"question": "q", "answer": "#### 1", "x": %s}'
