@@ -1,7 +1,13 @@
-"""The Python API: train with PPO, load a policy, sample from it."""
+"""The Python API: the commands as functions; load a policy, sample from it."""
 
 import dataclasses
-from collections.abc import Sequence
+import html
+import inspect
+import math
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -10,7 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ppo.config import schema
+from jax_ppo import command as commands
+from jax_ppo.config import command_line, loading, schema
+from jax_ppo.config.schema import Config, Reward, replace_options
 from jax_ppo.data import chat_templates, prompt_batches
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.files import require_text
@@ -21,6 +29,9 @@ from jax_ppo.models import heads, rope
 from jax_ppo.models.hf.load import load_checkpoint
 from jax_ppo.models.hf.model_folders import resolve_model_folder
 from jax_ppo.models.transformer import Transformer
+from jax_ppo.registries import keep_in_memory
+from jax_ppo.reporting.sinks import read_metrics_csv
+from jax_ppo.run import data_check
 from jax_ppo.runtime import backends, meshes, placement, sharding
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
@@ -31,7 +42,113 @@ from jax_ppo.training.networks import Folders
 from jax_ppo.training.roles import read_networks
 from jax_ppo.types import Prompts
 
+Workdir = str | Path | None
+Function = Callable[..., Any] | None
 Prompt = str | Sequence[dict[str, str]]  # text, or the messages of a chat
+
+# Of an evaluation, beside `figures`; and what only summary.json has.
+_MEANS = ("step", "accuracy", "reward_mean", "response_length")
+_IN_FILE_ALONE = ("experiment_name", "training", "devices", "mesh", "compilations", "versions")
+
+
+class RunResult(dict[str, Any]):
+    """The main entries of a run's summary.json, by name; a notebook shows the run's report.
+
+    Of `evaluations`, a list of dicts, all but step, accuracy, reward_mean and response_length are
+    in `figures`.
+    """
+
+    def __init__(self, summary: dict[str, Any], workdir: str | Path, folder: Path) -> None:
+        """Take the summary of a run, its work directory, and the local folder of its files."""
+        super().__init__((name, x) for name, x in summary.items() if name not in _IN_FILE_ALONE)
+        if "evaluations" in self:
+            self["evaluations"] = [
+                {name: means[name] for name in _MEANS}
+                | {"figures": {name: x for name, x in means.items() if name not in _MEANS}}
+                for means in summary["evaluations"]
+            ]
+        self.workdir = str(workdir)
+        self._folder = folder
+
+    @property
+    def metrics(self) -> dict[str, list[float]]:
+        """Return the columns of training_metrics.csv, a value per step, NaN where it has none."""
+        rows = read_metrics_csv(self._folder / "training_metrics.csv")
+        return {name: [float(row[name] or math.nan) for row in rows] for name in (*rows, {})[0]}
+
+    def _repr_html_(self) -> str:
+        report = (self._folder / "report.html").absolute()
+        source = f'src="{html.escape(os.path.relpath(report))}"'
+        # Jupyter serves what is below the notebook's folder; others show what is in the output.
+        if Path.cwd() not in report.parents or "google.colab" in sys.modules:
+            source = f'srcdoc="{html.escape(report.read_text(encoding="utf-8"))}"'
+        path = html.escape(f"{self.workdir}/report.html")
+        return f'{path}<br><iframe {source} width="100%" height="700"></iframe>'
+
+
+def train(config: Config, workdir: Workdir = None, *, reward: Function = None) -> RunResult:
+    """Train with PPO, as `python -m jax_ppo.train` does.
+
+    Args:
+      config: the options, from `load_config`.
+      workdir: folder or gs:// address for everything that the run writes; `None`:
+        output/EXPERIMENT_NAME. A run resumes from the newest checkpoint in it.
+      reward: a function as config.reward.function names one, in place of it. It is called in a
+        thread of this process, which a time limit cannot end.
+
+    Raises:
+      UserError: options or input files are invalid; the message names the option.
+      KeyboardInterrupt: Ctrl-C stopped the run; during training, after the step was saved.
+      SystemExit: SIGTERM stopped the run in the same way; the code is 143.
+    """
+    return _run("train", config, workdir, reward)
+
+
+def evaluate(config: Config, workdir: Workdir = None, *, reward: Function = None) -> RunResult:
+    """Evaluate config.model.path, as `python -m jax_ppo.evaluate` does; otherwise as `train`."""
+    return _run("evaluate", config, workdir, reward)
+
+
+def score(config: Config, workdir: Workdir = None, *, reward: Function = None) -> RunResult:
+    """Score config.score.file, as `python -m jax_ppo.score` does; otherwise as `train`."""
+    return _run("score", config, workdir, reward)
+
+
+def check(config: Config, *, reward: Function = None) -> list[str]:
+    """Print what `python -m jax_ppo.check` prints, and return the problems.
+
+    Raise `UserError` if the data cannot be read.
+    """
+    report = data_check.check_data(replace_options(config, _name_reward(config.reward, reward)))
+    print(data_check.format_report(report))
+    return list(report["problems"])
+
+
+def _run(command: str, config: Config, workdir: Workdir, reward: Function) -> RunResult:
+    options = replace_options(config, _name_reward(config.reward, reward))
+    config = loading.from_config_dict(dataclasses.asdict(options), command)
+    workdir = workdir or command_line.default_workdir(config.experiment_name, command)
+    run = pkgutil.resolve_name(commands.RUNNERS[command])
+    with commands.prepared_run(config, workdir, command != "train") as (resolved, folder):
+        return RunResult(run(resolved, folder), workdir, folder)
+
+
+def _name_reward(options: Reward, function: Function) -> dict[str, str]:
+    """Return the option that stands for a function, with a digest of its source text."""
+    if function is None:
+        return {}
+    name = getattr(function, "__name__", type(function).__name__)
+    if not callable(function):
+        raise UserError(f"reward={function!r}: expected a function; options take its name")
+    for option in ("function", "terms", "url"):
+        if getattr(options, option):
+            raise UserError(f"reward={name}: unset config.reward.{option}: reward__{option}=''")
+    try:
+        text = inspect.getsource(function)
+    except (OSError, TypeError):
+        text = ""
+        print(f"note: reward={name} has no source text: a resumed run cannot see that it changed")
+    return {"reward.function": keep_in_memory(name, function, text)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +177,7 @@ def load_policy(path: str | Path, *, dtype: str = "float32") -> Policy:
         raise UserError(f"load_policy: dtype={dtype!r}: expected 'float32' or 'bfloat16'")
     backends.start_backends()
     folder = _policy_folder(str(path))
-    options = schema.Config(model=schema.Model(dtype=dtype))
+    options = Config(model=schema.Model(dtype=dtype))
     tokenizer = tokenizer_lib.load_tokenizer(str(folder), option="load_policy: path")
     nets = read_networks(options, Folders(actor=folder))
     model = nets.with_ids(tokenizer_lib.count_ids(tokenizer)).actor

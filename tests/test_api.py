@@ -3,6 +3,7 @@
 import functools
 import importlib
 import json
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -13,8 +14,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jax_ppo
+from jax_ppo.config import plugins
 from jax_ppo.errors import UserError
+from jax_ppo.run import standalone_evaluation, token_scores
 from jax_ppo.runtime import meshes
+from jax_ppo.training.roles import SMALL_MODEL
 from real_data import DATA, needs
 
 FOLDER = DATA / "tinystories-260k"
@@ -133,6 +137,74 @@ def test_train_validates_a_config_that_was_built_by_hand(tmp_path):
         jax_ppo.train(Config(), tmp_path)
 
 
+ROWS = [{"instruction": "2+2?", "gold": 4}, {"instruction": "3+3?", "gold": 6}] * 8
+DATA = {
+    "model__path": str(SMALL_MODEL),
+    "data__train_files": ROWS,
+    "data__ground_truth_key": "gold",
+    "data__train_batch_size": 16,
+    "actor__ppo_mini_batch_size": 16,
+}
+
+
+def reads_gold(solution_str, ground_truth, **_):
+    return float(ground_truth in solution_str)
+
+
+def test_check_prints_the_report_and_returns_the_problems(capsys):
+    config = jax_ppo.load_config(**DATA)
+    assert "row 1-16: data_source=''" in jax_ppo.check(config)[0]
+    assert jax_ppo.check(config, reward=reads_gold) == []
+    assert capsys.readouterr().out.endswith("no problems for `train`\n")
+
+
+@pytest.mark.parametrize(
+    ("reward", "options", "message"),
+    [
+        ("my.py:f", {}, "reward='my.py:f': expected a function"),
+        (lambda text: 1.0, {}, r"'memory:<lambda>@\w+': expected signature f\(data_source=\.\.\."),
+        (reads_gold, {"reward__function": "my.py:f"}, "reads_gold: unset config.reward.function"),
+        (reads_gold, {"reward__terms": "exact:1"}, "reads_gold: unset config.reward.terms"),
+    ],
+)
+def test_a_reward_that_cannot_be_called_is_named(reward, options, message, tmp_path):
+    config = jax_ppo.load_config(**DATA | options)
+    with pytest.raises(UserError, match=message):
+        jax_ppo.train(config, tmp_path, reward=reward)
+
+
+def test_a_reward_without_source_text_is_noted(capsys):
+    config = jax_ppo.load_config(**DATA)
+    jax_ppo.check(config, reward=functools.partial(reads_gold))
+    assert capsys.readouterr().out.startswith("note: reward=partial has no source text: a resumed")
+
+
+@pytest.mark.parametrize(
+    ("name", "runner", "folder"),
+    [
+        ("evaluate", (standalone_evaluation, "evaluate_model"), "output/mine-evaluation"),
+        ("score", (token_scores, "score_file"), "output/mine-scores"),
+    ],
+)
+def test_evaluate_and_score_are_functions_of_the_commands(
+    name, runner, folder, monkeypatch, tmp_path
+):
+    def run(config, folder):
+        function = plugins.load_plugin(config.reward.function, "", (), by_name=False)
+        return {"rows": 1, "versions": {}, "function": function, "folder": folder}
+
+    monkeypatch.setattr(*runner, run)
+    monkeypatch.chdir(tmp_path)
+    options = {"score__file": "rows.jsonl"} if name == "score" else {}
+    config = jax_ppo.load_config(experiment_name="mine", **DATA, **options)
+    result = getattr(jax_ppo, name)(config, reward=print)
+    assert result == {"rows": 1, "function": print, "folder": pathlib.Path(folder)}
+    assert result.workdir == folder and result.metrics == {}
+    if name == "score":
+        with pytest.raises(UserError, match=r"config\.score\.file='': must be set"):
+            jax_ppo.score(jax_ppo.load_config(**DATA))
+
+
 def test_importing_the_package_imports_nothing_heavy():
     code = (
         "import sys, jax_ppo\n"
@@ -143,10 +215,12 @@ def test_importing_the_package_imports_nothing_heavy():
     assert result.stdout.split() == ["[]", "[]"], result.stderr
 
 
-def test_every_public_name_resolves_and_train_stays_a_function():
+def test_every_public_name_resolves_and_functions_are_not_replaced_by_commands():
     assert all(getattr(jax_ppo, name) is not None for name in jax_ppo.__all__)
-    command = importlib.import_module("jax_ppo.train")  # as `python -m jax_ppo train` does
-    assert jax_ppo.train is command.train and callable(command.main)
+    for name in ("train", "evaluate", "score", "check"):
+        command = importlib.import_module(f"jax_ppo.{name}")  # as `python -m jax_ppo` does
+        assert callable(command.main)
+        assert getattr(jax_ppo, name) is getattr(jax_ppo.api, name)
     assert jax_ppo.kernels.losses
     with pytest.raises(AttributeError, match="no attribute 'tran'"):
         jax_ppo.tran  # noqa: B018

@@ -78,12 +78,16 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
         raise UserError(f"--config: must be given, for example --config={example}")
     values = loading.read_config_file(file, command)
     config = loading.override_options(values, overrides, command)
-    name = config.experiment_name + _SUFFIXES.get(command, "")
-    workdir: str | Path = Path(workdir_value or f"output/{name}")
+    workdir: str | Path = Path(workdir_value or default_workdir(config.experiment_name, command))
     if remote.is_address(workdir_value):
         remote.validate_address(workdir_value, "--workdir", schemes=("gs",))
         workdir = workdir_value
     return config, workdir
+
+
+def default_workdir(experiment_name: str, command: str) -> str:
+    """Return the folder that a command writes to unless another is given."""
+    return f"output/{experiment_name}{_SUFFIXES.get(command, '')}"
 
 
 def write_config(options: dict[str, Any], folder: Path) -> None:

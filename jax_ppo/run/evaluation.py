@@ -102,7 +102,9 @@ def _evaluate_held_weights(
         return rollout, scores, correct, records
 
     with heartbeat.activity("evaluation") as activity:
-        evaluation = with_failures(evaluate(run.held_out_batches(), respond), rewards_of_batches)
+        evaluation = with_failures(
+            evaluate_batches(run.held_out_batches(), respond), rewards_of_batches
+        )
     require_scores(evaluation)
     if not predictions:
         return evaluation
@@ -133,7 +135,7 @@ def require_scores(evaluation: Evaluation) -> None:
         )
 
 
-def evaluate(batches: Iterable[PromptBatch], respond: Respond) -> Evaluation:
+def evaluate_batches(batches: Iterable[PromptBatch], respond: Respond) -> Evaluation:
     """Return the averages over the real rows of batches of one size.
 
     `respond` samples and scores the responses to a batch, for the rows of all processes; `correct`

@@ -1,5 +1,6 @@
 """What the documentation names exists: files, links, options, commands."""
 
+import importlib
 import pathlib
 import re
 import shlex
@@ -11,10 +12,11 @@ import pytest
 
 import doc_pages
 import museum
-from jax_ppo import check, plan, report
+from jax_ppo import plan, report
 from jax_ppo.config import command_line, loading, schema
 from jax_ppo.errors import UserError
 
+check = importlib.import_module("jax_ppo.check")  # the package has a function of this name
 each_page = pytest.mark.parametrize("page", doc_pages.PAGES, ids=doc_pages.page_id)
 OPTIONS = {option.name for option in schema.all_options()}
 SECTIONS = {name.partition(".")[0] for name in OPTIONS if "." in name}

@@ -1,6 +1,7 @@
 """`python -m jax_ppo.check` on data with and without problems."""
 
 import dataclasses
+import importlib
 import json
 import os
 import shutil
@@ -9,7 +10,6 @@ import pytest
 
 import tiny
 from data_files import write_rows
-from jax_ppo import check
 from jax_ppo.config.schema import Config, Data, Reward
 from jax_ppo.data.tokenizer import load_tokenizer
 from jax_ppo.errors import UserError
@@ -18,6 +18,7 @@ from jax_ppo.run.rule_trial import try_rule
 from jax_ppo.types import Example
 from llama_folder import write_arithmetic_llama
 
+check = importlib.import_module("jax_ppo.check")  # the package has a function of this name
 ROW = {"question": "1 + 1?", "answer": "It is 2.\n#### 2"}
 
 

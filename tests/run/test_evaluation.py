@@ -7,7 +7,7 @@ import pytest
 
 from jax_ppo.data.prompt_batches import evaluation_batches
 from jax_ppo.data.tokenize_prompts import PromptDataset
-from jax_ppo.run.evaluation import evaluate
+from jax_ppo.run.evaluation import evaluate_batches
 from jax_ppo.run.sample_reports import measure_sampling
 from jax_ppo.types import NOTHING, Example, Rollout, with_nan
 
@@ -52,7 +52,7 @@ def evaluate_prompts(scores, batch_size, correct=None, sources=None):
         rollout = sample(batch.prompts, first)
         return rollout, *reward(rollout)
 
-    result = evaluate(evaluation_batches(dataset, batch_size), respond)
+    result = evaluate_batches(evaluation_batches(dataset, batch_size), respond)
     return result, first_indices
 
 

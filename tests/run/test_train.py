@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import html
 import io
 import json
 import pathlib
@@ -11,11 +12,11 @@ import re
 import signal
 import threading
 import types
-from typing import Any
 
 import jax
 import jax.monitoring
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jax_ppo
@@ -23,6 +24,8 @@ import metrics_page
 import tiny
 from jax_ppo import errors
 from jax_ppo.config import loading, schema
+from jax_ppo.config.schema import Config, replace_options
+from jax_ppo.data.sources import read_examples
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.load import read_architecture
 from jax_ppo.models.hf.save import export_checkpoint
@@ -824,12 +827,12 @@ def test_an_error_in_one_process_ends_both(files, tmp_path):
 
 @dataclasses.dataclass
 class WatchedRun:
-    """A run of eight steps on eight devices, by the Python API.
+    """A run of eight steps on eight devices, with rows and reward of the Python API.
 
     Attributes:
       workdir: its folder.
       output: what it printed.
-      summary: what `train` returned.
+      result: what `train` returned.
       compiled: seconds of each compilation.
       compiled_at_step: number of compilations by the end of each step.
       calls_at_step: calls of each function that transfers arrays by the end of each step.
@@ -838,11 +841,28 @@ class WatchedRun:
 
     workdir: pathlib.Path
     output: str
-    summary: dict[str, Any]
+    result: jax_ppo.RunResult
     compiled: list[float]
     compiled_at_step: dict[int, int]
     calls_at_step: dict[int, collections.Counter[str]]
     unnamed: list[str]
+
+
+def share_of_digits(solution_str, ground_truth, **_):
+    assert ground_truth and threading.current_thread() is not threading.main_thread()
+    return sum(c.isdigit() for c in solution_str) / max(len(solution_str), 1)
+
+
+def load_own_config(files: pathlib.Path) -> Config:
+    """Return the configuration with the rows of a program, and without a reward function."""
+    rows = [
+        {"prompt": example.prompt, "ground_truth": example.ground_truth}
+        for example in read_examples("arithmetic:64")
+    ]
+    options = ("--config.mesh.data=2", "--config.mesh.fsdp=4", "--config.trainer.save_freq=0")
+    options += ("--config.reward.function=", "--config.reward.workers=1")
+    config = load_config(files, *options, "--config.trainer.compilation_cache=off")
+    return replace_options(config, {"data.train_files": loading.keep_rows(rows, "rows")})
 
 
 @pytest.fixture(scope="module")
@@ -880,8 +900,6 @@ def watched(files: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Wa
         return quality
 
     workdir = tmp_path_factory.mktemp("watched")
-    options = ("--config.mesh.data=2", "--config.mesh.fsdp=4", "--config.trainer.save_freq=0")
-    config = load_config(files, *options, "--config.trainer.compilation_cache=off")
     output = io.StringIO()
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
@@ -895,14 +913,14 @@ def watched(files: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Wa
             ):
                 count_calls(patch, owner, name)
             errors.closed_outputs.append("<stdout>")  # as after `| head`
-            summary = jax_ppo.train(config, workdir)
+            result = jax_ppo.train(load_own_config(files), workdir, reward=share_of_digits)
     finally:
         jax.config.update("jax_transfer_guard", "allow")
         # Switched off for the run; the other tests of this process keep programs on disk.
         jax.config.update("jax_enable_compilation_cache", True)
         jax.monitoring.clear_event_listeners()
     return WatchedRun(
-        workdir, output.getvalue(), summary, compiled, compiled_at_step, calls_at_step, unnamed
+        workdir, output.getvalue(), result, compiled, compiled_at_step, calls_at_step, unnamed
     )
 
 
@@ -916,14 +934,52 @@ def test_nothing_is_compiled_after_the_second_step(watched: WatchedRun):
     assert at_step[1] > 5
     # The evaluation after the fourth step is the first that reads the critic.
     assert at_step[3] == at_step[2] and at_step[8] == at_step[4], at_step
-    assert watched.summary["compilations"]["programs"] == len(compiled)
-    assert watched.summary["compilations"]["seconds"] == pytest.approx(sum(compiled))
+    compilations = json.loads((watched.workdir / "summary.json").read_text())["compilations"]
+    assert compilations["programs"] == len(compiled)
+    assert compilations["seconds"] == pytest.approx(sum(compiled))
 
 
-def test_train_returns_the_summary_and_its_folder_is_a_policy(watched: WatchedRun):
-    assert watched.summary == json.loads((watched.workdir / "summary.json").read_text())
-    warnings = watched.summary["warnings"]
-    assert any("the reader of <stdout> has gone" in text for text in warnings)
+def test_train_returns_the_main_entries_of_the_summary_and_a_table(watched: WatchedRun):
+    result, summary = watched.result, json.loads((watched.workdir / "summary.json").read_text())
+    assert any("the reader of <stdout> has gone" in text for text in result["warnings"])
+    assert result.items() >= {name: summary[name] for name in ("steps", "seconds")}.items()
+    last = result["evaluations"][-1]
+    assert list(last) == ["step", "accuracy", "reward_mean", "response_length", "figures"]
+    assert {**last, **last["figures"]} == {**summary["evaluations"][-1], "figures": last["figures"]}
+    assert result.metrics["step"] == [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    assert result.metrics["reward/mean"][-1] == summary["training"]["last"]["reward/mean"] > 0
+    assert np.isnan(result.metrics["reward/mean"][0])  # of the evaluation before the first step
+
+
+def test_a_notebook_shows_the_report_of_a_run(watched: WatchedRun, monkeypatch):
+    report = (watched.workdir / "report.html").read_text()
+    assert f'srcdoc="{html.escape(report)}"' in watched.result._repr_html_()
+    monkeypatch.chdir(watched.workdir.parent)
+    assert f'src="{watched.workdir.name}/report.html"' in watched.result._repr_html_()
+
+
+def test_a_resumed_run_compares_the_rows_and_the_source_of_a_program(
+    files: pathlib.Path, watched: WatchedRun, capsys
+):
+    assert "config.reward.timeout=60 seconds counts as failed but goes on" in watched.output
+    config = load_own_config(files)
+    jax_ppo.train(config, watched.workdir, reward=share_of_digits)
+    assert "until the checkpoint" not in capsys.readouterr().out
+    jax_ppo.train(config, watched.workdir, reward=lambda **_: 1.0)
+    assert re.search(
+        "function was 'memory:share_of_digits@.* until .* is 'memory:<lambda>@",
+        capsys.readouterr().out,
+    )
+    other = loading.keep_rows([{"prompt": "1 + 1", "ground_truth": "2"}] * 64, "rows")
+    with pytest.raises(UserError, match="train_files='memory:list@.*: the training data have"):
+        jax_ppo.train(
+            replace_options(config, {"data.train_files": other}),
+            watched.workdir,
+            reward=share_of_digits,
+        )
+
+
+def test_the_folder_of_a_run_is_a_policy(watched: WatchedRun):
     assert json.loads((watched.workdir / "config.json").read_text())["seed"] == 0
     trained = jax_ppo.load_policy(watched.workdir)
     assert trained.folder == watched.workdir / "actor"
