@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Train on a Ray cluster with Ray's JaxTrainer, one process per worker.
 
-ray job submit --working-dir=. -- python launch/ray_trainer.py --num_workers=2 --use_gpu -- \
+ray job submit --working-dir=. -- python launch/ray_trainer.py --accelerator=h100:16 -- \
     --config=gsm8k --workdir=/shared/gsm8k
 
-TPUs need --accelerator_type=TPU-V6E --topology=4x4, with one worker per host. All nodes need
-jax_ppo and ray[train], and the work directory must be a gs:// address or on a disk that they share.
-When a node is lost, Ray starts all workers again, and they resume from the newest checkpoint.
+Each GPU has one worker, and each host of a TPU slice. All nodes need jax_ppo and ray[train], and
+the work directory must be a gs:// address or on a disk that they share. When a node is lost, Ray
+starts all workers again, and they resume from the newest checkpoint.
 """
 
 import argparse
@@ -21,9 +21,15 @@ from typing import Any
 
 from jax_ppo.config import command_line
 from jax_ppo.errors import UserError
+from jax_ppo.runtime.topologies import parse_topology
 
 # Variables of this process that workers on other machines do not have.
 PASSED_VARIABLES = ("HF_HOME", "HF_TOKEN", "WANDB_API_KEY")
+# Where they differ from the names of `jax_ppo.plan` (ray.util.accelerators).
+RAY_NAMES = {
+    **{"v5e": "v5litepod", "tpu7x": "v7x", "h100-mega": "h100"},
+    **{"a100-40gb": "a100", "a100-80gb": "a100"},
+}
 
 
 def train_with_environment(variables: dict[str, str]) -> Callable[[dict[str, Any]], None]:
@@ -82,15 +88,17 @@ def read_command_line(words: list[str]) -> argparse.Namespace:
     )
     commands = ["train", "sft", "reward_model"]
     parser.add_argument("--command", choices=commands, default="train", help="(default: train)")
-    parser.add_argument("--num_workers", type=int, default=1, help="processes (default: 1)")
-    parser.add_argument("--use_gpu", action="store_true", help="one GPU per worker")
-    parser.add_argument("--accelerator_type", help="such as TPU-V6E or H100")
-    parser.add_argument("--topology", help="of the TPU slice, such as 4x4")
+    parser.add_argument("--accelerator", default="cpu:1", help="v6e:4x4, v6e-16, h100:16, ...")
+    parser.add_argument("--workers", type=int, help="processes (default: see above)")
     parser.add_argument("--cpus", type=float, default=1, help="of each worker (default: 1)")
-    parser.add_argument("--max_failures", type=int, default=3, help="restarts (default: 3)")
+    restarts = os.environ.get("MAX_RESTARTS") or "3"
+    parser.add_argument(
+        "--max-restarts", type=int, default=restarts, help="(default: $MAX_RESTARTS, or 3)"
+    )
     options = parser.parse_args(words[:index])
     options.arguments = words[index + 1 :]
     try:
+        options.scaling = scale_workers(options)
         # Reported here, rather than by each worker.
         _, workdir = command_line.read_command_line(
             [options.command, *options.arguments], options.command
@@ -103,6 +111,23 @@ def read_command_line(words: list[str]) -> argparse.Namespace:
     return options
 
 
+def scale_workers(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of Ray's ScalingConfig; raise `UserError` for an unknown accelerator."""
+    machine = parse_topology(options.accelerator, "--accelerator")
+    print(machine, file=sys.stderr)
+    kind, _, shape = machine.name.partition(":")
+    name = RAY_NAMES.get(kind, kind).upper()
+    resources = {"CPU": options.cpus}
+    scaling: dict[str, Any] = {"num_workers": options.workers or machine.num_devices}
+    if machine.device_type.platform == "tpu":
+        scaling["num_workers"] = options.workers or machine.num_hosts
+        return scaling | {"use_tpu": True, "accelerator_type": f"TPU-{name}", "topology": shape}
+    if machine.device_type.platform == "cuda":
+        scaling |= {"use_gpu": True, "accelerator_type": name}
+        resources["GPU"] = 1
+    return scaling | {"resources_per_worker": resources}
+
+
 def main() -> None:
     """Start the workers and wait for the end of the run."""
     options = read_command_line(sys.argv[1:])
@@ -110,9 +135,6 @@ def main() -> None:
     from ray.train.v2.api.exceptions import TrainingFailedError
     from ray.train.v2.jax import JaxConfig, JaxTrainer
 
-    resources = {"CPU": options.cpus}
-    if options.use_gpu:
-        resources["GPU"] = 1
     variables = {name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ}
     trainer = JaxTrainer(
         train_with_environment(variables),
@@ -123,18 +145,11 @@ def main() -> None:
         },
         # jax_ppo connects the processes itself, on every kind of device.
         jax_config=JaxConfig(),
-        scaling_config=ScalingConfig(
-            num_workers=options.num_workers,
-            use_gpu=options.use_gpu,
-            use_tpu=options.topology is not None,
-            accelerator_type=options.accelerator_type,
-            topology=options.topology,
-            resources_per_worker=None if options.topology else resources,
-        ),
+        scaling_config=ScalingConfig(**options.scaling),
         run_config=RunConfig(
             name="ray",
             storage_path=options.workdir,
-            failure_config=FailureConfig(max_failures=options.max_failures),
+            failure_config=FailureConfig(max_failures=options.max_restarts),
         ),
     )
     try:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Train on a Cloud TPU slice (v4 to v6e) of one or more hosts, from a machine with gcloud.
-#   launch/tpu_pod.sh create --name NAME --zone ZONE --type v5litepod-16 [--spot] [...]
+#   launch/tpu_pod.sh create --name NAME --zone ZONE --type v5e:4x4 [--spot] [...]
 #   launch/tpu_pod.sh setup  --name NAME --zone ZONE [--repo URL]
 #   launch/tpu_pod.sh start  --name NAME --zone ZONE -- --config=... [arguments of jax_ppo.train]
 #   launch/tpu_pod.sh watch  --name NAME --zone ZONE [--worker N] [--recover]
@@ -24,7 +24,9 @@
 #   delete  Delete the slice and its boot disks without asking.
 #
 # Options:
-#   --version V       Runtime version of the hosts (default: the one documented for the type).
+#   --type T          The slice: v5e:4x4 (chips), v5e-16 or Cloud TPU's own v5litepod-16.
+#   --version V       Runtime version of the hosts (default: the one documented for the type). The
+#                     type is then passed to gcloud as it is.
 #   --project P       Google Cloud project (default: gcloud's). Any command accepts it.
 #   --spot            Request spot capacity.
 #   --data-disk DISK  Attach the disk projects/P/zones/Z/disks/D and mount it at /mnt/data.
@@ -38,7 +40,8 @@
 # you can read; they are never printed and never part of a command line. Arguments of `create` and
 # `start` are remembered in ~/.local/state/jax_ppo/tpu (or under XDG_STATE_HOME) for `resume`.
 #
-# TPU7x is not offered by this API: see launch/gke/jobset.py.
+# TPU7x is not offered by this API: see launch/gke/jobset.py. Set PYTHON to use another Python than
+# python3 (3.10 or newer), which reads the type.
 set -euo pipefail
 
 POLL_SECONDS=${POLL_SECONDS:-20}
@@ -76,53 +79,6 @@ copy_to_hosts() {
   tpus tpu-vm scp "$1" "$name:$2" --worker=all
 }
 
-# Print the sizes of an accelerator family: chips for v5litepod and v6e, else TensorCores, of which
-# a chip has two; slices of more than 64 chips are made of cubes of 64.
-sizes_of() {
-  case $1 in
-    v5litepod | v6e) echo 1 4 8 16 32 64 128 256 ;;
-    v4) echo 8 16 32 64 "$(seq -s ' ' 128 128 8192)" ;;
-    v5p) echo 8 16 32 64 "$(seq -s ' ' 128 128 12288)" ;;
-  esac
-}
-
-# Print the runtime version of an accelerator type; refuse a type that does not exist.
-# Source: the page "TPU software versions" of the Cloud TPU documentation.
-runtime_version() {
-  local family=${1%-*}
-  if [[ $1 != *-* || " $(sizes_of "$family") " != *" ${1##*-} "* ]]; then
-    die "there is no accelerator type '$1'; $(suggestion "$1")"
-  fi
-  case $family in
-    v4) echo tpu-ubuntu2204-base ;;
-    v5litepod) echo v2-alpha-tpuv5-lite ;;
-    v5p) echo v2-alpha-tpuv5 ;;
-    v6e) echo v2-alpha-tpuv6e ;;
-  esac
-}
-
-# Print what to use in the place of an accelerator type that does not exist.
-suggestion() {
-  local family size=${1##*-} candidate distance best='' best_distance=''
-  case ${1,,} in
-    *7x* | v7* | *ironwood*) echo 'TPU7x needs GKE: see launch/gke/jobset.py'; return ;;
-    v5p*) family=v5p ;;
-    v5*) family=v5litepod ;;
-    v6* | trillium*) family=v6e ;;
-    v4*) family=v4 ;;
-    *) echo 'expected v4-N, v5litepod-N, v5p-N or v6e-N'; return ;;
-  esac
-  [[ $size =~ ^[0-9]{1,6}$ ]] || size=8
-  for candidate in $(sizes_of "$family"); do
-    distance=$((candidate - 10#$size))
-    distance=${distance#-}
-    if [[ -z $best ]] || ((distance < best_distance)); then
-      best=$candidate best_distance=$distance
-    fi
-  done
-  echo "did you mean $family-$best?"
-}
-
 # Print the state of the queued resource, or ABSENT.
 slice_state() {
   gcloud compute tpus queued-resources describe "$name" --zone="$zone" \
@@ -157,11 +113,14 @@ save_record() {
 }
 
 create() {
-  local runtime
-  [[ -n $type ]] || die "create needs --type, for example v5litepod-16"
+  local named accelerator=$type runtime=$version
+  [[ -n $type ]] || die "create needs --type, for example v5e:4x4"
   # An explicit version allows for types that are newer than the table.
-  runtime=${version:-$(runtime_version "$type")} || exit 2
-  tpus queued-resources create "$name" --node-id="$name" --accelerator-type="$type" \
+  if [[ -z $version ]]; then
+    named=$("${PYTHON:-python3}" "$(dirname "$0")/machine_name.py" gcloud "$type") || exit 2
+    read -r accelerator runtime <<<"$named"
+  fi
+  tpus queued-resources create "$name" --node-id="$name" --accelerator-type="$accelerator" \
     --runtime-version="$runtime" ${spot:+--spot} \
     ${disk:+"--data-disk=source=$disk,mode=$disk_mode"}
   save_record

@@ -26,7 +26,7 @@ from jax_ppo.memory.step_flops import count_program_flops
 from jax_ppo.ppo.programs import StepProgram, find_step_program, planned_programs
 from jax_ppo.ppo.samples.source import BATCHES_IN_POOL
 from jax_ppo.runtime import meshes
-from jax_ppo.runtime.devices import PEAK_RATES, bytes_per_device, resolve_dtype
+from jax_ppo.runtime.devices import bytes_per_device, resolve_dtype
 from jax_ppo.runtime.topologies import (
     CompilerMissingError,
     Topology,
@@ -230,15 +230,16 @@ def _plan_programs(
     counted_flops = count_program_flops(
         step.step_options, step.nets, np.full(prompts, prompt), lengths
     )
-    rates = PEAK_RATES.get(topology.device_type.jax_kind)
+    device = topology.device_type
     planned = []
     for program in planned_programs(step):
         devices = step.rollout_mesh.size if program.kind == "sampling" else step.mesh.size
         flops = counted_flops.get(program.name, 0.0) / devices
         read_bytes = _count_read_bytes(step, program)
         seconds = None
-        if rates is not None and rates.memory_bytes:
-            seconds = max(flops / rates.flops, read_bytes / rates.memory_bytes)
+        if device.flops:  # of an unknown device perhaps all that is known
+            reading = read_bytes / device.memory_rate if device.memory_rate else 0.0
+            seconds = max(flops / device.flops, reading)
         planned.append(
             PlannedProgram(
                 name=program.name,

@@ -15,6 +15,7 @@ import jax
 
 from jax_ppo.config.schema import Model
 from jax_ppo.runtime import compat
+from jax_ppo.runtime.topologies import DEVICE_TYPES
 
 _GIB = 2**30
 _LARGE = 2**28  # bytes of arrays with which a step takes much longer than freeing memory
@@ -70,44 +71,11 @@ def bytes_per_device(tree: Any) -> int:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class PeakRates:
-    """Peak rates of one JAX device, per second."""
-
-    flops: float  # dense bfloat16 floating point operations
-    memory_bytes: float = 0  # bytes from and to its memory; 0 if unknown
-
-
-# TPU: "peak compute per chip" and "HBM bandwidth" in cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e
-# and /tpu7x; a chip of TPU7x is two devices. GPU: NVIDIA's data sheets of the A100, L4, H100 SXM,
-# H200 and B200, without sparsity.
-_V5E = PeakRates(197e12, 819e9)
-_V5P = PeakRates(459e12, 2765e9)
-_V6E = PeakRates(918e12, 1640e9)
-PEAK_RATES = {
-    "TPU v4": PeakRates(275e12, 1228e9),
-    "TPU v5 lite": _V5E,
-    "TPU v5e": _V5E,
-    "TPU v5": _V5P,
-    "TPU v5p": _V5P,
-    "TPU v6 lite": _V6E,
-    "TPU v6e": _V6E,
-    "TPU7x": PeakRates(2307e12 / 2, 7380e9 / 2),
-    "NVIDIA A100-SXM4-40GB": PeakRates(312e12, 1555e9),
-    "NVIDIA A100-SXM4-80GB": PeakRates(312e12, 2039e9),
-    "NVIDIA L4": PeakRates(121e12, 300e9),
-    "NVIDIA H100 80GB HBM3": PeakRates(989e12, 3350e9),
-    "NVIDIA H200": PeakRates(989e12, 4800e9),
-    "NVIDIA B200": PeakRates(2250e12, 8000e9),
-}
-
-
 def total_peak_flops() -> float | None:
     """Return the peak FLOPs per second of all devices of the run; `None` if one is unknown."""
+    peaks = {kind: known.flops for known in DEVICE_TYPES.values() for kind in known.jax_kinds}
     kinds = [device.device_kind for device in jax.devices()]
-    if not set(kinds) <= PEAK_RATES.keys():
-        return None
-    return sum(PEAK_RATES[kind].flops for kind in kinds)
+    return sum(peaks[kind] for kind in kinds) if set(kinds) <= peaks.keys() else None
 
 
 LEAST_CAPABILITY = 8.0  # of an NVIDIA GPU with units for bfloat16: Ampere

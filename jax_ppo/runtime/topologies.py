@@ -1,78 +1,104 @@
-"""Machines to compile for without access to them, named as in v5e:8x8, h100:8 or cpu:8."""
+"""Names of machines, such as v5e:8x8, h100:8 or cpu:8, and the facts about their devices.
+
+Launchers read this module from a checkout where JAX may be missing: functions import it.
+"""
 
 import dataclasses
 import math
 import os
 import re
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-import jax
+from jax_ppo.errors import UserError, counted, nearest_name
 
-from jax_ppo.errors import UserError, counted, did_you_mean
+if TYPE_CHECKING:
+    import jax
 
 GIB = 2**30
-GPUS_PER_HOST = 8
-EXAMPLES = "v5e:8x8, v5p:2x2x2, v6e:4x4, tpu7x:2x2x1, h100:8, h200:8 or cpu:8"
+EXAMPLES = (
+    "v4:2x2x2, v5e:8x8 (or v5e-64, v5litepod-64), v5p:2x2x2, v6e:4x4, tpu7x:2x2x1, a100-40gb:8, "
+    "a100-80gb:8, l4:1, l40s:8, h100:8, h200:8, b200:8, gb200:4 or cpu:8"
+)
+_CHIPS_PER_TPU_HOST = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceType:
-    """A type of device."""
+    """A type of device; memory and rates are those of one device of JAX, 0 where unknown."""
 
     platform: str  # "tpu", "cuda" or "cpu"
-    memory: float | None  # bytes that each device of JAX has for programs; `None` if unknown
-    jax_kind: str = ""  # JAX's name of the device (devices.py)
-    # Shape of the smallest TPU host with several chips, of which larger machines' shapes are
-    # multiples; a single chip is one host.
-    chips_per_host: tuple[int, ...] = ()
-    most_chips: int | None = None  # chips of the largest slice, which a fast network connects
+    memory: float = 0  # bytes that a GPU reports, or that a TPU's programs can use
+    flops: float = 0  # peak dense bfloat16 floating point operations per second
+    memory_rate: float = 0  # bytes per second from and to its memory
+    jax_kinds: tuple[str, ...] = ()  # JAX's names of the device
+    slices: tuple[str, ...] = ()  # shapes of TPU slices, in chips
+    cores_per_chip: int = 1  # TensorCores of a TPU, which names such as v5p-128 count
     devices_per_chip: int = 1  # devices of JAX on each chip
+    per_host: int = 8  # GPUs
 
 
-# TPU: HBM per chip is 16 GB (v5e), 95 GB (v5p), 32 GB (v6e) and 192 GB (TPU7x, whose two cores are
-# two devices of JAX), and the largest slice has 256, 6144, 256 and 9216 chips,
-# https://cloud.google.com/tpu/docs/v5e, .../v5p, .../v6e, .../tpu7x. On v5e and v6e, 0.25 and
-# 0.75 GiB of the memory are the system's, as the compiler's errors state ("... of 15.75G hbm").
-# GPU: https://www.nvidia.com/en-us/data-center/h100 (80 GB) and .../h200 (141 GB).
+def _cubes(most_chips: int, *smaller: str) -> tuple[str, ...]:
+    """Return the parts of a cube of 4x4x4 chips, and the shapes of whole cubes, sides ascending."""
+    sides = range(4, 257, 4)
+    squares = [(a, b) for a in sides for b in sides if a <= b and a * b * b <= most_chips]
+    cubes = (f"{a}x{b}x{c}" for a, b in squares for c in sides if b <= c <= most_chips // (a * b))
+    return (*smaller, "2x2x1", "2x2x2", "2x2x4", "2x4x4", *cubes)
+
+
+_SQUARES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+# TPU: rates and slices of cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e and /tpu7x, whose chips
+# are two devices of JAX. The memory is what libtpu's compiler leaves to programs ("exceeds
+# available HBM (15.75G)"); the rest is the system's.
+# GPU: rates of NVIDIA's data sheets for A100, L4, L40S, H100 and H200 (SXM), DGX B200 and GB200
+# NVL72, without sparsity. Memory as openxla/xla's backends/gpu/target_config/specs have it; L4 and
+# L40S are not there, and theirs, which varies with the driver, is the least that users report.
 DEVICE_TYPES = {
-    "v5e": DeviceType("tpu", 15.75 * GIB, "TPU v5e", (2, 2), most_chips=256),
-    "v5p": DeviceType("tpu", 95 * GIB, "TPU v5p", (2, 2, 1), most_chips=6144),
-    "v6e": DeviceType("tpu", 31.25 * GIB, "TPU v6e", (2, 2), most_chips=256),
-    "tpu7x": DeviceType("tpu", 96 * GIB, "TPU7x", (2, 2, 1), most_chips=9216, devices_per_chip=2),
-    "h100": DeviceType("cuda", 84942979072, "NVIDIA H100 80GB HBM3"),
-    "h200": DeviceType("cuda", 150754820096, "NVIDIA H200"),
-    "cpu": DeviceType("cpu", None),
+    "v4": DeviceType("tpu", 30.75 * GIB, 275e12, 1200e9, ("TPU v4",), _cubes(4096), 2),
+    "v5e": DeviceType("tpu", 15.75 * GIB, 197e12, 819e9, ("TPU v5e", "TPU v5 lite"), _SQUARES),
+    "v5p": DeviceType("tpu", 95.73 * GIB, 459e12, 2765e9, ("TPU v5p", "TPU v5"), _cubes(6144), 2),
+    "v6e": DeviceType("tpu", 31.24 * GIB, 918e12, 1640e9, ("TPU v6e", "TPU v6 lite"), _SQUARES),
+    "tpu7x": DeviceType(
+        "tpu", 94.74 * GIB, 2307e12 / 2, 7380e9 / 2, ("TPU7x",), _cubes(9216, "1x1x1"), 2, 2
+    ),
+    "a100-40gb": DeviceType("cuda", 42298834944, 312e12, 1555e9, ("NVIDIA A100-SXM4-40GB",)),
+    "a100-80gb": DeviceType("cuda", 85100068864, 312e12, 2039e9, ("NVIDIA A100-SXM4-80GB",)),
+    "l4": DeviceType("cuda", 23583784960, 121e12, 300e9, ("NVIDIA L4",)),
+    "l40s": DeviceType("cuda", 47674136986, 362e12, 864e9, ("NVIDIA L40S",)),
+    "h100": DeviceType("cuda", 84942979072, 989e12, 3350e9, ("NVIDIA H100 80GB HBM3",)),
+    "h200": DeviceType("cuda", 150754820096, 989e12, 4800e9, ("NVIDIA H200",)),
+    "b200": DeviceType("cuda", 191514411008, 2250e12, 8000e9, ("NVIDIA B200",)),
+    "gb200": DeviceType("cuda", 197897748480, 2500e12, 8000e9, ("NVIDIA GB200",), per_host=4),
+    "cpu": DeviceType("cpu"),
 }
-
-# The facts of a device that CUDA's compiler uses. The two types differ in the size and the
-# bandwidth of their memory.
-GPU_TARGET = """
+DEVICE_TYPES["h100-mega"] = DEVICE_TYPES["h100"]  # on GKE, in hosts with a faster network
+_OTHER_KINDS = {"v5litepod": "v5e", "a100-40": "a100-40gb", "a100-80": "a100-80gb"}
+# What CUDA's compiler is told, from the same files and, for the L4 and the L40S, NVIDIA's paper on
+# Ada: capability and extension, multiprocessors, and for each its float32 units, shared memory,
+# that of a block, and threads; bytes of the L2 cache, and GHz.
+_GPU_FACTS = {
+    "a100": (8, 0, "NONE", 108, 64, 167936, 166912, 2048, 41943040, 1.41),
+    "l4": (8, 9, "NONE", 58, 128, 102400, 101376, 1536, 50331648, 2.04),
+    "l40s": (8, 9, "NONE", 142, 128, 102400, 101376, 1536, 100663296, 2.52),
+    "h100": (9, 0, "ACCELERATED_FEATURES", 132, 128, 233472, 232448, 2048, 52428800, 1.98),
+    "h200": (9, 0, "ACCELERATED_FEATURES", 132, 128, 233472, 232448, 2048, 52428800, 1.98),
+    "b200": (10, 0, "ACCELERATED_FEATURES", 148, 128, 233472, 232448, 2048, 132644864, 1.965),
+    "gb200": (10, 0, "ACCELERATED_FEATURES", 152, 128, 233472, 232448, 2048, 135528448, 2.062),
+}
+_GPU_TARGET = """
 gpu_device_info {{
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048
-  core_count: 132
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: {bandwidth}
-  l2_cache_size: 52428800
-  clock_rate_ghz: 1.98
-  device_memory_size: {memory}
-  shared_memory_per_block_optin: 232448
-  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
+  cuda_compute_capability {{ major: {} minor: {} feature_extension: {} }}
+  core_count: {} fpus_per_core: {} shared_memory_per_core: {} shared_memory_per_block_optin: {}
+  threads_per_core_limit: {} l2_cache_size: {} clock_rate_ghz: {}
+  memory_bandwidth: {device.memory_rate:.0f} device_memory_size: {device.memory}
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-device_description_str: "{description}"
+device_description_str: "{device.jax_kinds[0]}"
 """
-# Bytes per second, as the devices themselves report them.
-GPU_BANDWIDTHS = {"h100": 3352320000000, "h200": 4800000000000}
 
 
 class CompilerMissingError(RuntimeError):
@@ -85,16 +111,17 @@ class Topology:
 
     kind: str
     shape: tuple[int, ...]
+    device_type: DeviceType
 
     @property
     def name(self) -> str:
-        """Return the name in the user's notation."""
+        """Return the name in the notation of `DEVICE_TYPES`."""
         return f"{self.kind}:{'x'.join(map(str, self.shape))}"
 
-    @property
-    def device_type(self) -> DeviceType:
-        """Return the type of the devices."""
-        return DEVICE_TYPES[self.kind]
+    def __str__(self) -> str:
+        """Return the name and the number of chips."""
+        noun = {"tpu": "chip", "cuda": "GPU"}.get(self.device_type.platform, "CPU device")
+        return f"{self.name} ({counted(math.prod(self.shape), noun)})"
 
     @property
     def num_devices(self) -> int:
@@ -107,18 +134,17 @@ class Topology:
         chips = math.prod(self.shape)
         if self.device_type.platform == "cpu" or (len(self.shape) == 2 and chips <= 8):
             return 1
-        return -(-chips // math.prod(self.device_type.chips_per_host or (GPUS_PER_HOST,)))
+        is_tpu = self.device_type.platform == "tpu"
+        return -(-chips // (_CHIPS_PER_TPU_HOST if is_tpu else self.device_type.per_host))
 
     @property
-    def available_bytes(self) -> float | None:
-        """Return the bytes that programs may use on each device; `None` if unknown.
+    def memory_share(self) -> float:
+        """Return the part of a device's memory that JAX takes, on GPUs three quarters by default.
 
-        On GPUs JAX takes a part of the memory, three quarters unless the environment changes that
-        (docs.jax.dev/en/latest/gpu_memory_allocation.html).
+        The environment changes it (docs.jax.dev/en/latest/gpu_memory_allocation.html).
         """
-        memory = self.device_type.memory
-        if memory is None or self.device_type.platform != "cuda":
-            return memory
+        if self.device_type.platform != "cuda":
+            return 1.0
         text = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or "0.75"
         try:
             share = float(text)
@@ -126,50 +152,84 @@ class Topology:
             share = 0.0
         if not 0 < share < math.inf:
             raise UserError(f"XLA_PYTHON_CLIENT_MEM_FRACTION={text}: expected a number above 0")
-        return memory * share
+        return share
+
+    @property
+    def available_bytes(self) -> float | None:
+        """Return the bytes that programs may use on each device; `None` if unknown."""
+        return self.device_type.memory * self.memory_share or None
+
+    def halves(self) -> "Iterator[Topology]":
+        """Yield the machines with a half, a quarter, ... of the devices."""
+        device, chips = self.device_type, math.prod(self.shape)
+        while chips % 2 == 0:
+            chips //= 2
+            machine = _machine(self.kind, _nearest_size(device, f"{chips}x1"), device)
+            if math.prod(machine.shape) == chips:
+                yield machine
 
 
-def parse_topology(text: str) -> Topology:
-    """Return the machine of this name; raise `UserError` for an unknown type, or a wrong shape."""
-    kind, _, shape_text = text.partition(":")
-    if kind not in DEVICE_TYPES:
-        hint = did_you_mean(kind.lower(), DEVICE_TYPES)
-        raise UserError(f"--topology={text}: unknown type {kind!r}; expected {EXAMPLES}.{hint}")
-    device_type = DEVICE_TYPES[kind]
-    if not re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4})*", shape_text):
-        raise UserError(f"--topology={text}: expected TYPE:SHAPE, for example {EXAMPLES}")
-    shape = tuple(int(size) for size in shape_text.split("x"))
-    if len(shape) != (dimensions := len(device_type.chips_per_host) or 1):
-        numbers = counted(dimensions, "number")
+def parse_topology(
+    text: str, option: str = "--topology", other: DeviceType | None = None
+) -> Topology:
+    """Return the machine of this name; raise `UserError`, with the nearest name, if there is none.
+
+    A TPU slice is TYPE:SHAPE in chips, or TYPE-N as Google names it, where N counts TensorCores if
+    a chip has two. Other machines are TYPE:NUMBER. Case does not matter. `other` describes the
+    devices of a type that the table lacks.
+    """
+    known = (*DEVICE_TYPES, *_OTHER_KINDS)
+    kind, colon, size = text.lower().removeprefix("tpu-").partition(":")
+    if "-" in kind and not colon and kind not in known:
+        kind, _, size = kind.rpartition("-")
+    kind = _OTHER_KINDS.get(kind, kind)
+    device = other or DEVICE_TYPES.get(kind)
+    if device is None:
+        longer = [each for each in DEVICE_TYPES if each.startswith(f"{kind}-")]
+        near = " or ".join(longer) or nearest_name(kind, DEVICE_TYPES)
+        more = "; for another device add --hbm-gib and --tflops" * (option == "--topology")
         raise UserError(
-            f"--topology={text}: a shape of {kind} has {numbers}, for example {EXAMPLES}"
+            f"{option}={text}: unknown type {kind!r}; expected {EXAMPLES}{more}."
+            + f" Did you mean {near}?" * bool(near)
         )
-    # It consists of whole hosts, as many as there are.
-    chips, hosts = math.prod(shape), device_type.chips_per_host
-    if hosts and chips > 1:
-        nearest = tuple(-(-size // host) * host for size, host in zip(shape, hosts, strict=True))
-        if nearest != shape:
-            raise UserError(
-                f"--topology={text}: machines of {kind} are multiples of "
-                f"{'x'.join(map(str, hosts))} chips; the nearest larger one is "
-                f"{kind}:{'x'.join(map(str, nearest))}"
-            )
-    most_chips = device_type.most_chips
-    if most_chips is not None and chips > most_chips:
-        raise UserError(
-            f"--topology={text}: a slice of {kind} has at most {most_chips} chips, these are "
-            f"{chips}"
-        )
-    if device_type.platform == "cuda" and chips > GPUS_PER_HOST and chips % GPUS_PER_HOST:
-        raise UserError(
-            f"--topology={text}: a host has {GPUS_PER_HOST} GPUs; the nearest larger machine is "
-            f"{kind}:{-(-chips // GPUS_PER_HOST) * GPUS_PER_HOST}"
-        )
-    return Topology(kind, shape)
+    nearest = _nearest_size(device, size)
+    machine = _machine(kind, nearest, device)
+    cores = math.prod(machine.shape) * device.cores_per_chip
+    if size != (nearest if colon else str(cores)) or not (colon or device.slices):
+        raise UserError(f"{option}={text}: there is no such machine; did you mean {machine.name}?")
+    return machine
+
+
+def _machine(kind: str, size: str, device: DeviceType) -> Topology:
+    return Topology(kind, tuple(map(int, size.split("x"))), device)
+
+
+def _nearest_size(device: DeviceType, size: str) -> str:
+    """Return the size of the machine closest to `size`: of equally large slices, the most compact.
+
+    A number counts the TensorCores of a TPU; more GPUs than a host has are those of whole hosts.
+    """
+    number: float = 8
+    if re.fullmatch(r"[0-9]{1,5}(x[0-9]{1,5})*", size):
+        number = math.prod(map(int, size.split("x")))
+    if not device.slices:
+        if device.platform == "cuda" and number > device.per_host:
+            number = -(-number // device.per_host) * device.per_host
+        return str(max(1, int(number)))
+    if "x" not in size:
+        number /= device.cores_per_chip
+
+    def distance(shape: str) -> tuple[bool, float, int]:
+        sides = list(map(int, shape.split("x")))
+        return shape != size, abs(math.prod(sides) - number), max(sides)
+
+    return min(device.slices, key=distance)
 
 
 def prepare_environment(topology: Topology) -> None:
     """Make JAX use as many CPU devices as the machine has, and no accelerator: a run may use it."""
+    import jax
+
     os.environ |= {
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         # libtpu otherwise looks for the TPU that the machine belongs to, or for its lock.
@@ -181,29 +241,32 @@ def prepare_environment(topology: Topology) -> None:
     jax.config.update("jax_num_cpu_devices", topology.num_devices)
 
 
-def described_devices(topology: Topology) -> list[jax.Device]:
+def described_devices(topology: Topology) -> "list[jax.Device]":
     """Return the devices of a machine, to compile for but not to run on.
 
     Raise `CompilerMissingError` without their compiler, `UserError` if it lacks the machine.
     """
-    if topology.device_type.platform == "cpu":
+    device = topology.device_type
+    if device.platform == "cpu":
         return cpu_devices(topology)
+    import jax
     from jax.experimental import topologies
 
     chips = math.prod(topology.shape)
     description: dict[str, Any] = {"platform": "tpu", "topology_name": topology.name}
-    if topology.device_type.platform == "cuda":
-        hosts = -(-chips // GPUS_PER_HOST)
+    if device.platform == "cuda":
+        facts = _GPU_FACTS.get(topology.kind.partition("-")[0])
+        if facts is None:
+            raise CompilerMissingError(f"no compiler knows {topology.kind}")
+        hosts = topology.num_hosts
         description = {
             "platform": "cuda",
             "topology_name": "",
-            "target_config": GPU_TARGET.format(
-                bandwidth=GPU_BANDWIDTHS[topology.kind],
-                memory=topology.device_type.memory,
-                description=topology.device_type.jax_kind,
-            ),
+            "target_config": _GPU_TARGET.format(*facts, device=device),
             "topology": f"1x{hosts}x{chips // hosts}",  # slices x hosts x devices
         }
+    elif topology.kind == "v4":  # its two cores are one device of JAX
+        description["chip_config_name"] = "megacore"
     elif chips == 1:  # the compiler takes hosts of four chips unless told otherwise
         description["chips_per_host_bounds"] = (1, 1, 1)
     jax.devices()  # plugins register when the first backend starts
@@ -214,7 +277,7 @@ def described_devices(topology: Topology) -> list[jax.Device]:
         if isinstance(error, jax.errors.JaxRuntimeError):
             reason = str(error).partition("\n")[0]
             raise UserError(f"--topology={topology.name}: {reason}") from error
-        raise CompilerMissingError(COMPILERS[topology.device_type.platform]) from error
+        raise CompilerMissingError(COMPILERS[device.platform]) from error
 
 
 COMPILERS = {
@@ -223,8 +286,10 @@ COMPILERS = {
 }
 
 
-def cpu_devices(topology: Topology) -> list[jax.Device]:
+def cpu_devices(topology: Topology) -> "list[jax.Device]":
     """Return as many CPU devices as the machine has; raise `UserError` if there are fewer."""
+    import jax
+
     devices = jax.devices("cpu")
     if len(devices) < topology.num_devices:
         raise UserError(

@@ -8,14 +8,13 @@ launch/gke/jobset.py stop   NAME              SIGTERM: the run saves a checkpoin
 launch/gke/jobset.py resume NAME              submit it again
 launch/gke/jobset.py xpk    NAME (as render)  print the `xpk` command that does the same
 
-The cluster needs the JobSet controller, which xpk's clusters have, and a node pool of the
-accelerator. The run is restarted without limit after exit codes 143 and 130, which mean that a
-signal ended it, and after disruptions of nodes; after any other failure --max-restarts times.
+Accelerators have the names of `jax_ppo.plan`. The cluster needs the JobSet controller, which xpk's
+clusters have, and a node pool of the accelerator. The run is restarted without limit after exit
+codes 143 and 130, which mean that a signal ended it, and after disruptions of nodes; after any
+other failure --max-restarts times.
 """
 
 import argparse
-import difflib
-import itertools
 import json
 import math
 import os
@@ -26,6 +25,11 @@ import subprocess
 import sys
 import time
 from typing import Any, NamedTuple
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))  # of this checkout
+
+from jax_ppo.errors import UserError, exit_on_user_error  # noqa: E402
+from jax_ppo.runtime.topologies import Topology, parse_topology  # noqa: E402
 
 SIGNAL_CODES = [130, 143]  # see jax_ppo/runtime/signals.py
 LOST_CODE = 75  # exit code of processes that lost another one
@@ -55,95 +59,47 @@ class Pool(NamedTuple):
     xpk: list[str]
 
 
-class Tpu(NamedTuple):
-    """A TPU version: GKE's label, the name in xpk, TensorCores per chip, and topologies."""
-
-    label: str
-    xpk: str
-    cores: int
-    topologies: tuple[str, ...]
-
-
-def _cubes(most_chips: int) -> tuple[str, ...]:
-    """Return the topologies that consist of cubes of 4x4x4, with their sides in ascending order."""
-    sides = itertools.combinations_with_replacement(range(4, 257, 4), 3)
-    return tuple("x".join(map(str, each)) for each in sides if math.prod(each) <= most_chips)
-
-
-_SQUARES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-_PARTS_OF_A_CUBE = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
-# Labels and sizes as in Google Cloud's documentation of TPUs; compared with xpk 1.16.
+# GKE's labels of accelerators and names in xpk, compared with xpk 1.16.
 TPUS = {
-    "v4": Tpu("tpu-v4-podslice", "v4", 2, (*_PARTS_OF_A_CUBE, *_cubes(4096))),
-    "v5e": Tpu("tpu-v5-lite-podslice", "v5litepod", 1, _SQUARES),
-    "v5p": Tpu("tpu-v5p-slice", "v5p", 2, (*_PARTS_OF_A_CUBE, *_cubes(6144))),
-    "v6e": Tpu("tpu-v6e-slice", "v6e", 1, _SQUARES),
-    "tpu7x": Tpu("tpu7x", "tpu7x", 2, ("1x1x1", *_PARTS_OF_A_CUBE, *_cubes(9216))),
+    "v4": ("tpu-v4-podslice", "v4"),
+    "v5e": ("tpu-v5-lite-podslice", "v5litepod"),
+    "v5p": ("tpu-v5p-slice", "v5p"),
+    "v6e": ("tpu-v6e-slice", "v6e"),
+    "tpu7x": ("tpu7x", "tpu7x"),
 }
 GPUS = {
     "h100": ("nvidia-h100-80gb", "h100-80gb-8"),
     "h100-mega": ("nvidia-h100-mega-80gb", "h100-mega-80gb-8"),
     "h200": ("nvidia-h200-141gb", "h200-141gb-8"),
 }
-_GPUS_PER_NODE = 8
 
 
-def find_pool(accelerator: str, slices: int) -> Pool:
-    """Return the nodes of `v5e:4x4` (chips) or `h100:16` (GPUs).
+def find_pool(machine: Topology, slices: int) -> Pool:
+    """Return the nodes of a machine.
 
     Raises:
-      SystemExit: there is no such accelerator; the message names the nearest one.
+      UserError: the manifest cannot ask GKE for it.
     """
-    kind, _, size = accelerator.partition(":")
-    if kind in TPUS and size in TPUS[kind].topologies:
-        tpu = TPUS[kind]
-        chips = _chips(size)
+    size = machine.name.partition(":")[2]
+    if machine.kind in TPUS:
+        label, name = TPUS[machine.kind]
+        chips = math.prod(machine.shape)
         per_node = min(chips, 4)
         labels = {
-            "cloud.google.com/gke-tpu-accelerator": tpu.label,
+            "cloud.google.com/gke-tpu-accelerator": label,
             "cloud.google.com/gke-tpu-topology": size,
         }
-        xpk = [f"--tpu-type={tpu.xpk}-{size}", f"--num-slices={slices}"]
+        xpk = [f"--tpu-type={name}-{size}", f"--num-slices={slices}"]
         return Pool(labels, "google.com/tpu", per_node, chips // per_node, xpk)
-    if kind in GPUS and re.fullmatch("[1-9][0-9]*", size) and int(size) % _GPUS_PER_NODE == 0:
-        if slices != 1:
-            sys.exit("error: --slices: GPU nodes have none; ask for more GPUs, such as h100:32")
-        label, device_type = GPUS[kind]
-        nodes = int(size) // _GPUS_PER_NODE
-        labels = {"cloud.google.com/gke-accelerator": label}
-        xpk = [f"--device-type={device_type}", f"--num-nodes={nodes}"]
-        return Pool(labels, "nvidia.com/gpu", _GPUS_PER_NODE, nodes, xpk)
-    sys.exit(f"error: --accelerator: there is no {accelerator!r}; {_suggestion(kind, size)}")
-
-
-def _suggestion(kind: str, size: str) -> str:
-    """Suggest an accelerator; a name such as v5e-64 or v5p-128 counts TensorCores."""
-    if not size:
-        kind, _, size = kind.rpartition("-")
-    kind = re.sub("^v5(lite.*)?$", "v5e", re.sub("^(v7x?|ironwood)$", "tpu7x", kind.lower()))
-    kind = "".join(difflib.get_close_matches(kind, [*TPUS, *GPUS], n=1))
-    if kind in GPUS:
-        nodes = math.ceil(int(size) / _GPUS_PER_NODE) if size.isdecimal() else 1
-        return f"did you mean {kind}:{_GPUS_PER_NODE * max(nodes, 1)}?"
-    if kind not in TPUS:
-        return "expected, for example, v6e:4x4 or h100:8"
-    tpu = TPUS[kind]
-    chips: float = 8
-    if re.fullmatch("[0-9]+(x[0-9]+)*", size):
-        chips = math.prod(map(int, size.split("x")))
-        if "x" not in size:
-            chips /= tpu.cores
-    # Among topologies with the same number of chips, prefer the one that is closest to a cube.
-    nearest = min(tpu.topologies, key=lambda each: (abs(_chips(each) - chips), _longest_side(each)))
-    return f"did you mean {kind}:{nearest}?"
-
-
-def _chips(topology: str) -> int:
-    return math.prod(map(int, topology.split("x")))
-
-
-def _longest_side(topology: str) -> int:
-    return max(map(int, topology.split("x")))
+    if machine.kind not in GPUS or machine.num_devices % machine.device_type.per_host:
+        nodes = " or ".join(GPUS)
+        raise UserError(f"--accelerator={machine.name}: expected TPUs, or nodes of eight {nodes}")
+    if slices != 1:
+        raise UserError("--slices: GPU nodes have none; ask for more GPUs, such as h100:32")
+    label, device_type = GPUS[machine.kind]
+    labels = {"cloud.google.com/gke-accelerator": label}
+    xpk = [f"--device-type={device_type}", f"--num-nodes={machine.num_hosts}"]
+    return Pool(labels, "nvidia.com/gpu", machine.device_type.per_host, machine.num_hosts, xpk)
 
 
 def render_jobset(options: argparse.Namespace) -> dict[str, Any]:
@@ -263,8 +219,9 @@ def _environment(options: argparse.Namespace, pool: Pool) -> list[dict[str, Any]
 def render_xpk_command(options: argparse.Namespace) -> list[str]:
     """Return the `xpk workload create` command of the same run; xpk passes on no secrets."""
     pool = find_pool(options.accelerator, options.slices)
-    if options.accelerator in ("v5e:1x1", "v5e:2x2"):
-        sys.exit(f"error: --accelerator: xpk has no {options.accelerator}; its smallest is v5e:2x4")
+    if options.accelerator.name in ("v5e:1x1", "v5e:2x2"):
+        name = options.accelerator.name
+        raise UserError(f"--accelerator: xpk has no {name}; its smallest is v5e:2x4")
     variables = f"HF_HOME={shlex.quote(options.hf_home)}"
     if pool.resource == "nvidia.com/gpu":
         # xpk sets these under other names, and puts the command in double quotes: avoid them here.
@@ -360,14 +317,17 @@ def read_command_line(words: list[str]) -> argparse.Namespace:
     parser.add_argument("verb", choices=["render", "start", "watch", "stop", "resume", "xpk"])
     parser.add_argument("name", help="name of the JobSet")
     parser.add_argument("--namespace", default="default")
-    parser.add_argument("--accelerator", help="v5e:4x4, v6e:1x1, tpu7x:2x2x1, h100:16, ...")
+    parser.add_argument("--accelerator", help="v5e:4x4 or v5e-16, tpu7x:2x2x1, h100:16, ...")
     parser.add_argument("--image", help="built from launch/gke/Dockerfile")
     parser.add_argument("--slices", type=_positive, default=1, help="TPU slices (default: 1)")
     parser.add_argument("--command", choices=COMMANDS, default="train", help="(default: train)")
     parser.add_argument("--spot", action="store_true", help="use spot nodes")
     parser.add_argument("--queue", help="Kueue's LocalQueue")
     parser.add_argument("--priority", help="Kueue's WorkloadPriorityClass")
-    parser.add_argument("--max-restarts", type=_count, default=3, help="of failures (default: 3)")
+    restarts = os.environ.get("MAX_RESTARTS") or "3"
+    parser.add_argument(
+        "--max-restarts", type=_count, default=restarts, help="(default: $MAX_RESTARTS, or 3)"
+    )
     parser.add_argument("--grace-seconds", type=_positive, default=300, help="to save on SIGTERM")
     parser.add_argument("--secret", default="jax-ppo", help="of variables (default: jax-ppo)")
     parser.add_argument("--service-account", help="that may read and write the bucket")
@@ -388,6 +348,8 @@ def read_command_line(words: list[str]) -> argparse.Namespace:
     if options.verb in ("render", "start", "xpk"):
         if not (options.accelerator and options.image):
             parser.error(f"{options.verb} needs --accelerator and --image")
+        options.accelerator = parse_topology(options.accelerator, "--accelerator")
+        print(options.accelerator, file=sys.stderr)
         if not options.hf_home:
             options.hf_home = "/data/huggingface" if options.data_claim else "/tmp/huggingface"
     elif run_arguments is not None:
@@ -440,4 +402,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with exit_on_user_error():
+        sys.exit(main())

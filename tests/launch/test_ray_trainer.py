@@ -66,20 +66,30 @@ def start(monkeypatch, *words):
 
 def test_workers_restarts_and_the_shared_folder(ray, monkeypatch, tmp_path):
     run = ["--config=arithmetic", f"--workdir={tmp_path}"]
-    trainer = start(monkeypatch, "--num_workers=2", "--use_gpu", "--cpus=4", "--", *run)
+    monkeypatch.delenv("MAX_RESTARTS", raising=False)
+    trainer = start(monkeypatch, "--accelerator=H100:16", "--cpus=4", "--", *run)
     assert trainer["train_loop_config"]["arguments"] == run
-    assert trainer["scaling_config"]["num_workers"] == 2
+    assert trainer["scaling_config"]["num_workers"] == 16
+    assert trainer["scaling_config"]["accelerator_type"] == "H100"
     assert trainer["scaling_config"]["resources_per_worker"] == {"CPU": 4, "GPU": 1}
     assert trainer["run_config"]["storage_path"] == str(tmp_path)
     assert trainer["run_config"]["failure_config"]["max_failures"] == 3
+    monkeypatch.setenv("MAX_RESTARTS", "5")
+    trainer = start(monkeypatch, "--workers=2", "--", *run)
+    assert trainer["run_config"]["failure_config"]["max_failures"] == 5
+    scaling = trainer["scaling_config"]
+    assert scaling["num_workers"] == 2 and scaling["resources_per_worker"] == {"CPU": 1}
+    trainer = start(monkeypatch, "--max-restarts=0", "--", *run)
+    assert trainer["run_config"]["failure_config"]["max_failures"] == 0
 
 
-def test_a_tpu_slice(ray, monkeypatch):
-    words = ("--num_workers=4", "--accelerator_type=TPU-V6E", "--topology=4x4")
-    scaling = start(monkeypatch, *words, "--", "--config=arithmetic")["scaling_config"]
-    assert scaling["use_tpu"] and not scaling["use_gpu"]
-    assert (scaling["accelerator_type"], scaling["topology"]) == ("TPU-V6E", "4x4")
-    assert scaling["resources_per_worker"] is None
+@pytest.mark.parametrize("name", ["v5e-16", "v5e:4x4", "v5litepod-16"])
+def test_a_tpu_slice_has_a_worker_per_host(ray, monkeypatch, name):
+    words = (f"--accelerator={name}", "--", "--config=arithmetic")
+    scaling = start(monkeypatch, *words)["scaling_config"]
+    scaling.pop("positional")
+    tpu = {"use_tpu": True, "accelerator_type": "TPU-V5LITEPOD", "topology": "4x4"}
+    assert scaling == {"num_workers": 4} | tpu
 
 
 def test_a_mistake_is_one_line_before_anything_starts(monkeypatch):
@@ -147,7 +157,7 @@ def test_two_workers_of_a_local_cluster_train_and_resume(tmp_path):
     for steps in (2, 3):
         output = subprocess.run(
             [
-                *(sys.executable, SCRIPT, "--num_workers=2", "--cpus=0.5", "--max_failures=0"),
+                *(sys.executable, SCRIPT, "--workers=2", "--cpus=0.5", "--max-restarts=0"),
                 *("--", "--config=arithmetic", f"--workdir={tmp_path / 'run'}", *arguments),
                 f"--config.trainer.total_training_steps={steps}",
             ],
