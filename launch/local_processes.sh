@@ -10,7 +10,7 @@
 #   COMMAND       command to run: train (default), sft or reward_model
 #   PYTHON        Python interpreter (default: python)
 #   LOG_DIR       folder for the other processes' logs (default: output/local_processes)
-#   RESTARTS      times that a run is started again after a process was killed (default: 0)
+#   MAX_RESTARTS  times that a run is started again after a process was killed (default: 0)
 #   STOP_SECONDS  seconds between SIGTERM and SIGKILL when processes are stopped (default: 10)
 #   XLA_FLAGS     --xla_force_host_platform_device_count=K gives each process K devices
 set -euo pipefail
@@ -87,10 +87,10 @@ while ((${#running[@]} > 0)); do
     echo "local_processes.sh: process $id of $count ended with code $code; stopping the others" >&2
     ((id == 0)) || tail -n 20 "$log_dir/process_$id.log" >&2
     # 75: a process that lost another one; over 128: killed. An error (1) would occur again.
-    if ((${RESTARTS:-0} > 0 && (code == 75 || code > 128))); then
+    if ((${MAX_RESTARTS:-0} > 0 && (code == 75 || code > 128))); then
       echo "local_processes.sh: starting the run again" >&2
       stop_all
-      RESTARTS=$((RESTARTS - 1)) exec "$0" "$count" -- "$@"
+      MAX_RESTARTS=$((MAX_RESTARTS - 1)) exec "$0" "$count" -- "$@"
     fi
     exit "$code"
   fi

@@ -70,7 +70,7 @@ class TestLocalProcesses:
     def test_a_run_that_lost_a_process_is_started_again(
         self, tmp_path, monkeypatch, code, starts, end
     ):
-        monkeypatch.setenv("RESTARTS", "2")
+        monkeypatch.setenv("MAX_RESTARTS", "2")
         body = f"""
             [[ $JAX_PROCESS_ID == 1 ]] || exit 0
             echo "$@" >>"$0.starts"; (($(wc -l <"$0.starts") > 2)) || exit {code}
