@@ -6,7 +6,9 @@ config.json is read.
 """
 
 import json
+import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,22 +16,25 @@ from jax_ppo.config import command_line
 from jax_ppo.config.schema import Config
 from jax_ppo.errors import UserError, counted, exit_on_user_error
 from jax_ppo.runtime import backends, topologies
-from jax_ppo.runtime.topologies import Topology
+from jax_ppo.runtime.topologies import GIB, Topology
 
 if TYPE_CHECKING:  # imported once the environment is prepared for the topology
     from jax_ppo.memory.step_plan import StepPlan
 
-GIB = 2**30
 USAGE = """\
 usage: python -m jax_ppo.plan --config=FILE[:ARG] --topology=TYPE:SHAPE
            [--config.OPTION=VALUE ...] [--json] [--arithmetic]
 
---topology    {examples}
---json        print all figures as JSON
---arithmetic  estimate temporaries instead of compiling, within seconds
+--topology       {examples}
+--json           print all figures as JSON
+--arithmetic     estimate temporaries instead of compiling, within seconds
+--hbm-gib        memory of a device of another type, TYPE:NUMBER; with it
+--tflops         its peak rate in bfloat16, and
+--hbm-gb-per-s   the bandwidth of its memory, which bounds sampling
 
 Prints the memory of each device in each phase of a step of `jax_ppo.train` with these options, and
-a lower bound of its time. Takes the same options as jax_ppo.train.
+a lower bound of its time. Takes the same options as jax_ppo.train. Of a model, a folder with its
+config.json is enough.
 """
 
 _COLUMNS = {
@@ -49,6 +54,9 @@ _PREDICTION = (
     "exchanges, no work on the host. Runs are slower."
 )
 _MOST_REMEDIES = 8
+_EPOCH = 10_000  # prompts, where the data, which are not read, determine the number of steps
+_FIGURES = {"--hbm-gib": GIB, "--tflops": 1e12, "--hbm-gb-per-s": 1e9}  # of another type of device
+_NUMBER = re.compile(r"\d{1,7}(\.\d+)?", re.ASCII)
 _USUAL_AXES = ("data", "fsdp", "model")
 
 
@@ -56,7 +64,8 @@ def main(arguments: list[str]) -> None:
     """Run the command; `arguments` are `sys.argv`."""
     with exit_on_user_error():
         if {"--help", "-h", "-help"} & set(arguments[1:]):
-            print(USAGE.format(examples=topologies.EXAMPLES))
+            examples = textwrap.fill(topologies.EXAMPLES, 80, subsequent_indent=" " * 17)
+            print(USAGE.format(examples=examples))
             return
         config, topology, flags = read_plan_arguments(arguments)
         backends.require_settings()
@@ -76,26 +85,48 @@ def read_plan_arguments(arguments: list[str]) -> tuple[Config, Topology, set[str
     train_arguments = []
     for argument in arguments:
         name, _, value = argument.partition("=")
-        if name in ("--topology", "--json", "--arithmetic"):
-            if value and name != "--topology":
+        if name in ("--topology", "--json", "--arithmetic", *_FIGURES):
+            if value and name in ("--json", "--arithmetic"):
                 raise UserError(f"{argument}: {name} takes no value; leave it out to turn it off")
             plan_flags[name] = value
         else:
             train_arguments.append(argument)
     if "--topology" not in plan_flags:
         raise UserError(f"--topology: must be given, for example {topologies.EXAMPLES}")
-    topology = topologies.parse_topology(plan_flags.pop("--topology"))
+    figures = {name: plan_flags.pop(name) for name in _FIGURES if name in plan_flags}
+    topology = _read_topology(plan_flags.pop("--topology"), figures)
     config, _ = command_line.read_command_line(train_arguments, "plan")
     return config, topology, set(plan_flags)
+
+
+def _read_topology(name: str, figures: dict[str, str]) -> Topology:
+    """Return the machine; `figures` describe devices of another type than the known ones."""
+    if not figures:
+        return topologies.parse_topology(name)
+    given = " ".join(f"{flag}={value}" for flag, value in figures.items())
+    numbers = all(_NUMBER.fullmatch(value) and float(value) for value in figures.values())
+    if "--hbm-gib" not in figures or not numbers:
+        raise UserError(f"{given}: expected --hbm-gib, and numbers above 0")
+    memory, flops, rate = (float(figures.get(flag, 0)) * unit for flag, unit in _FIGURES.items())
+    other = topologies.DeviceType("cuda", memory, flops, rate)
+    topology = topologies.parse_topology(name, other=other)
+    if topology.kind in topologies.DEVICE_TYPES:
+        raise UserError(f"--topology={name}: {topology.kind} is known; leave out {given}")
+    return topology
 
 
 def format_plan(plan: "StepPlan") -> str:
     """Return the plan as lines of text."""
     parts = [_heading(plan), _memory_table(plan), _verdict(plan)]
-    if plan.fits is False:
+    if plan.estimated_peak is not None:
         parts.append(_remedies(plan))
     if plan.seconds is not None:
         parts += [_time_table(plan), _PREDICTION]
+        if not plan.topology.device_type.memory_rate:
+            parts.append(
+                "The memory's bandwidth is unknown (--hbm-gb-per-s): the seconds are those of\n"
+                "matrix products alone, which for sampling is far too few."
+            )
     return "\n\n".join(parts)
 
 
@@ -106,8 +137,14 @@ def _heading(plan: "StepPlan") -> str:
         if plan.decoding_devices:
             shape += f"{counted(plan.decoding_devices, 'other device')}, "
         shape += _mesh_text(plan.rollout_mesh)
-    sizes = f"\n{plan.sizes}" if plan.sizes else ""
-    return f"{plan.topology.name}, mesh {shape}{sizes}\ntemporaries: {plan.source}"
+    data = plan.config.data
+    sizes = f"{plan.sizes}\n" if plan.sizes else ""
+    return (
+        f"{plan.topology}, mesh {shape}\n"
+        f"a step: {counted(data.train_batch_size, 'prompt')} of at most {data.max_prompt_length:,} "
+        f"tokens, {counted(plan.config.rollout.n, 'response')} each of at most "
+        f"{data.max_response_length:,}\n{sizes}temporaries: {plan.source}"
+    )
 
 
 def _mesh_text(shape: dict[str, int]) -> str:
@@ -134,6 +171,12 @@ def _verdict(plan: "StepPlan") -> str:
     else:
         verdict = _fit_text(plan.peak, plan.available)
         line = f"Peak {peak:.2f} GiB of {plan.available / GIB:.2f} GiB per device: {verdict}."
+        if (share := plan.topology.memory_share) != 1:
+            memory = plan.topology.device_type.memory / GIB
+            line += (
+                f"\nJAX takes {100 * share:g} % of the {memory:.2f} GiB of a GPU; "
+                f"XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 would make it {0.9 * memory:.2f}."
+            )
     refused = [program.label for program in plan.programs if program.is_refused]
     if refused:
         line += (
@@ -144,16 +187,21 @@ def _verdict(plan: "StepPlan") -> str:
 
 
 def _remedies(plan: "StepPlan") -> str:
-    assert plan.available is not None and plan.estimated_peak is not None, "it does not fit"
-    if not plan.remedies:
-        return "No change of a single option saves memory: more devices are needed."
-    now = f"{plan.estimated_peak / GIB:.2f} now"
-    lines = [f"Changes that save the most (estimated, GiB per device, {now}):"]
-    for options, needed in plan.remedies[:_MOST_REMEDIES]:
-        saved = plan.estimated_peak - needed
-        verdict = _fit_text(needed, plan.available)
-        lines.append(f"  {options}: {needed / GIB:.2f}, saves {saved / GIB:.2f}; {verdict}")
-    return "\n".join(lines)
+    assert plan.available is not None and plan.estimated_peak is not None, "it is known to fit"
+    now = f"estimated, GiB per device, {plan.estimated_peak / GIB:.2f} now"
+    if not plan.fits:
+        lines = [f"Changes that save the most ({now}):"]
+        for options, needed in plan.remedies[:_MOST_REMEDIES]:
+            saved = plan.estimated_peak - needed
+            verdict = _fit_text(needed, plan.available)
+            lines.append(f"  {options}: {needed / GIB:.2f}, saves {saved / GIB:.2f}; {verdict}")
+        none = "No change of a single option saves memory: more devices are needed."
+    else:
+        free = f"{(plan.available - plan.peak) / GIB:.2f} GiB per device stay free"
+        lines = [f"{free}. Changes for speed or fewer devices ({now}):"]
+        lines += [f"  {options}: {needed / GIB:.2f}" for options, needed in plan.remedies]
+        none = f"{free}: larger batches or models fit."
+    return "\n".join(lines) if plan.remedies else none
 
 
 def _fit_text(needed: int, available: float) -> str:
@@ -168,9 +216,16 @@ def _time_table(plan: "StepPlan") -> str:
     seconds = plan.seconds
     assert seconds is not None, "the caller has checked"
     rows.append(["step", "", "", f"{seconds:.3g}"])
+    trainer = plan.config.trainer
+    steps, run = trainer.total_training_steps, "The run"
+    if steps is None:
+        steps = trainer.total_epochs * _EPOCH // plan.config.data.train_batch_size
+        run = f"For each {_EPOCH:,} prompts of the training data, "
+        run += counted(trainer.total_epochs, "epoch")
     return (
         f"{_table(rows)}\n\n{plan.tokens / seconds:,.0f} tokens per second, of which "
-        f"{plan.response_tokens / seconds:,.0f} are sampled"
+        f"{plan.response_tokens / seconds:,.0f} are sampled\n"
+        f"{run}, {counted(steps, 'step')}: at least {steps * seconds / 3600:.2g} hours"
     )
 
 

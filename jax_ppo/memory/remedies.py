@@ -1,7 +1,8 @@
 """Changes of single options that make a run need less memory on each device."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jax.sharding import Mesh
@@ -50,31 +51,28 @@ def rank_remedies(
     A device needs `needed` bytes without a change. If it has `available` bytes, and no single
     change suffices, the pairs of changes that do are returned, too.
     """
-    remedies = sorted(_effective_remedies(changes, measure, needed), key=lambda x: x.needed)
+    measured = measure_changes(changes, changes.mesh, measure)
+    remedies = sorted((x for x in measured if x.needed < needed), key=lambda x: x.needed)
     if available is None or not remedies or remedies[0].needed <= available:
         return remedies
     pairs: dict[frozenset[str], Remedy] = {}
     for first in remedies[:_FIRST_CHANGES]:
         further = PossibleChanges(first.config, changes.mesh)
-        for second in _effective_remedies(further, measure, int(available) + 1):
+        for second in measure_changes(further, changes.mesh, measure):
+            if second.needed > available:
+                continue
             options = f"{first.options} and {second.options}"
             words = frozenset((first.options, second.options))
             pairs.setdefault(words, dataclasses.replace(second, options=options))
     return sorted([*pairs.values(), *remedies], key=lambda remedy: remedy.needed)
 
 
-def _effective_remedies(
-    changes: "PossibleChanges", measure: Measure, needed: int
-) -> Iterator[Remedy]:
-    """Yield the single changes after which less than `needed` is needed."""
+def measure_changes(changes: Iterable[Change], mesh: Mesh, measure: Measure) -> Iterator[Remedy]:
+    """Yield the possible ones of single changes, on the devices of `mesh`."""
     for options, changed in changes:
-        try:
-            changed_mesh = meshes.make_mesh(changed.mesh, list(changes.mesh.devices.flat))
-            remedy = Remedy(options, measure(changed, changed_mesh), changed)
-        except UserError:
-            continue
-        if remedy.needed < needed:
-            yield remedy
+        with contextlib.suppress(UserError):
+            changed_mesh = meshes.make_mesh(changed.mesh, list(mesh.devices.flat))
+            yield Remedy(options, measure(changed, changed_mesh), changed)
 
 
 def _is_allowed(change: Change) -> bool:
@@ -98,6 +96,10 @@ class PossibleChanges:
     def save_temporary_memory(self) -> Iterator[Change]:
         """Return changes that save temporary memory only, by more computation or smaller parts."""
         return filter(_is_allowed, self._save_temporary_memory())
+
+    def save_time(self) -> Iterator[Change]:
+        """Return changes that compute or exchange less, for more memory."""
+        return filter(_is_allowed, self._save_time())
 
     @property
     def _roles(self) -> list[RunRole]:
@@ -160,10 +162,27 @@ class PossibleChanges:
             rows = option_value(config, name)  # unset, the others follow the actor's
             if rows != 1 and (rows or name.startswith("actor.")):
                 yield self._change({name: 1})
-        samples = meshes.rows_per_shard(self.mesh, config.data.train_batch_size) * config.rollout.n
-        slots = min(config.rollout.max_num_seqs or samples, samples) // 4
+        slots = min(config.rollout.max_num_seqs or self._samples, self._samples) // 4
         if slots:
             yield self._change({"rollout.max_num_seqs": slots})
+
+    def _save_time(self) -> Iterator[Change]:
+        config, shape = self.config, self.mesh.shape
+        if config.model.gradient_checkpointing:
+            yield self._change({"model.gradient_checkpointing": False})
+        if shape["fsdp"] > 1:
+            yield self._change({"mesh.data": shape["data"] * shape["fsdp"], "mesh.fsdp": 1})
+        for name in _ROWS:
+            rows = option_value(config, name)
+            if isinstance(rows, int):
+                yield self._change({name: 4 * rows})
+        if (config.rollout.max_num_seqs or self._samples) < self._samples:
+            yield self._change({"rollout.max_num_seqs": self._samples})
+
+    @property
+    def _samples(self) -> int:
+        prompts = meshes.rows_per_shard(self.mesh, self.config.data.train_batch_size)
+        return prompts * self.config.rollout.n
 
     def _recompute(self) -> Iterator[Change]:
         change = self._change(

@@ -1,5 +1,6 @@
 """The plan of a step, compiled for the machine or else estimated."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,7 +22,7 @@ from jax_ppo.memory.automatic_sizes import (
 )
 from jax_ppo.memory.compiler_figures import measure_programs
 from jax_ppo.memory.memory_estimate import ProgramMemory, estimate_memory
-from jax_ppo.memory.remedies import PossibleChanges, rank_remedies
+from jax_ppo.memory.remedies import Measure, PossibleChanges, measure_changes, rank_remedies
 from jax_ppo.memory.step_flops import count_program_flops
 from jax_ppo.ppo.programs import StepProgram, find_step_program, planned_programs
 from jax_ppo.ppo.samples.source import BATCHES_IN_POOL
@@ -72,8 +73,10 @@ class StepPlan:
     programs: tuple[PlannedProgram, ...]  # in the order of a step
     tokens: int  # prompt and response tokens of a step
     response_tokens: int  # tokens of the responses alone
-    # If it does not fit: changes of options, and the estimated bytes per device after each,
-    # ascending, and without any.
+    config: Config  # with the sizes that were chosen
+    # If it does not fit, changes of options that save memory; if half the memory is free, those
+    # that use it and fit, and the smallest machine that does. The estimated bytes per device after
+    # each, ascending, and without any.
     remedies: tuple[tuple[str, int], ...] = ()
     estimated_peak: int | None = None
 
@@ -160,7 +163,7 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
                 return build_abstract_step(sized, mesh, hosts, topology.available_bytes)
 
             step, memory, refused, choice = _measure_step(build, topology, bool(devices))
-        config = step.config
+        given, config = config, step.config
         plan = StepPlan(
             topology=topology,
             mesh=dict(mesh.shape),
@@ -173,20 +176,43 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
             programs=_plan_programs(step, topology, memory, refused),
             tokens=step.samples * config.sequence_length,
             response_tokens=step.samples * config.data.max_response_length,
+            config=config,
         )
-        if plan.fits is False:
 
-            def estimate_peak(config: Config, mesh: Mesh) -> int:
-                with jax.set_mesh(mesh):
-                    memory = estimate_memory(build_abstract_step(config, mesh))
-                return max(program.peak for program in memory.values())
+        def estimate_peak(config: Config, mesh: Mesh) -> int:
+            with jax.set_mesh(mesh):
+                step = build_abstract_step(config, mesh, limit=topology.available_bytes)
+                return max(program.peak for program in estimate_memory(step).values())
 
-            estimated = estimate_peak(config, mesh)
-            changes = PossibleChanges(config, mesh)
-            ranked = rank_remedies(changes, estimate_peak, estimated, plan.available)
-            remedies = tuple((remedy.options, remedy.needed) for remedy in ranked)
-            plan = dataclasses.replace(plan, remedies=remedies, estimated_peak=estimated)
-    return plan
+        return _find_remedies(plan, mesh, estimate_peak, lambda mesh: estimate_peak(given, mesh))
+
+
+def _find_remedies(
+    plan: StepPlan, mesh: Mesh, estimate_peak: Measure, estimate_least: Callable[[Mesh], int]
+) -> StepPlan:
+    """Add `remedies` and `estimated_peak`; `estimate_least` is for meshes of other machines."""
+    available = plan.available
+    if available is None or available / 2 < plan.peak <= available:
+        return plan
+    estimated = estimate_peak(plan.config, mesh)
+    changes = PossibleChanges(plan.config, mesh)
+    smallest: list[tuple[str, int]] = []
+    if plan.fits:
+        measured = measure_changes(changes.save_time(), mesh, estimate_peak)
+        ranked = [change for change in measured if estimated < change.needed <= available]
+        for machine in plan.topology.halves():
+            devices = cpu_devices(plan.topology)[: machine.num_devices]
+            with contextlib.suppress(UserError):  # sizes of the mesh may need all devices
+                decoding, hosts = plan.decoding_devices, machine.num_hosts
+                fewer = meshes.make_mesh(plan.config.mesh, devices, decoding, hosts)
+                needed = estimate_least(fewer)
+                if needed <= available:
+                    smallest = [(f"--topology={machine.name}", needed)]
+    else:
+        ranked = rank_remedies(changes, estimate_peak, estimated, available)
+    remedies = [*smallest, *((change.options, change.needed) for change in ranked)]
+    remedies.sort(key=lambda remedy: remedy[1])
+    return dataclasses.replace(plan, remedies=tuple(remedies), estimated_peak=estimated)
 
 
 def _describe_machine(topology: Topology, compiles: bool) -> tuple[list[jax.Device] | None, str]:

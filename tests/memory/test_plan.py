@@ -93,7 +93,7 @@ def test_a_single_cpu_also_holds_the_process(folder):
     assert {program.memory.process for program in plan.programs} == {memory_estimate.PROCESS_BYTES}
     assert {program.memory.process for program in others.programs} == {0}
     table, other = (plan_command.format_plan(x).splitlines() for x in (plan, others))
-    assert "process" in table[3] and not any("process" in line for line in other)
+    assert "process" in table[4] and not any("process" in line for line in other)
 
 
 def test_int8_kernels_shrink_the_decoding_copy(folder):
@@ -316,6 +316,67 @@ def test_gpus_have_what_jax_takes_of_their_memory(monkeypatch):
             _ = parse_topology("h100:8").available_bytes
 
 
+def test_the_plan_says_what_a_step_is_and_how_long_the_run_takes(folder):
+    plan = estimate(folder, "h100:8", trainer__total_training_steps=7200, rollout__n=2)
+    lines = plan_command.format_plan(plan).splitlines()
+    assert lines[0] == "h100:8 (8 GPUs), mesh data 8 x fsdp 1 x model 1"
+    assert lines[1] == (
+        f"a step: {tiny.B} prompts of at most {tiny.P} tokens, 2 responses each of at most {tiny.T}"
+    )
+    assert f"The run, 7200 steps: at least {2 * plan.seconds:.2g} hours" in lines
+    epochs = estimate(folder, "h100:8", trainer__total_training_steps=None, trainer__total_epochs=3)
+    steps = 30_000 // tiny.B
+    assert (
+        f"For each 10,000 prompts of the training data, 3 epochs, {steps} steps: at least "
+        f"{steps * epochs.seconds / 3600:.2g} hours"
+    ) in plan_command.format_plan(epochs)
+
+
+def test_where_much_memory_is_free_the_plan_says_what_it_could_serve(folder, monkeypatch):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    options = {"mesh__data": 4, "mesh__fsdp": 2, "model__gradient_checkpointing": True}
+    plan = estimate(folder, "h100:8", rollout__max_num_seqs=1, **options)
+    text = plan_command.format_plan(plan)
+    assert "of 59.33 GiB per device: fits.\nJAX takes 75 % of the 79.11 GiB of a GPU" in text
+    assert "GiB per device stay free. Changes for speed or fewer devices" in text
+    uses = dict(plan.remedies)
+    whole = estimate(
+        folder, "h100:8", rollout__max_num_seqs=1, **options | {"mesh__data": 8, "mesh__fsdp": 1}
+    )
+    assert uses["config.mesh.data=8 and config.mesh.fsdp=1"] == whole.peak
+    assert all(plan.estimated_peak < needed <= plan.available for needed in uses.values())
+    # Half of the devices cannot have this mesh; those of the default mesh fit one GPU.
+    assert not any("topology" in options for options in uses)
+    smallest = dict(estimate(folder, "h100:8").remedies)["--topology=h100:1"]
+    assert smallest == estimate(folder, "h100:1").peak
+
+
+def test_a_device_that_is_not_in_the_table_is_planned_by_its_figures(folder):
+    words = ["plan", "--config=arithmetic", f"--config.model.path={folder}", "--topology=mi300x:8"]
+    figures = ["--hbm-gib=192", "--tflops=1307"]
+    config, topology, _ = plan_command.read_plan_arguments([*words, *figures])
+    assert topology.name == "mi300x:8" and topology.available_bytes == 0.75 * 192 * 2**30
+    plan = step_plan.plan_step(config, topology)
+    assert plan.source.endswith("no compiler knows mi300x")
+    assert find(plan, "sample").seconds == find(plan, "sample").flops / 1307e12
+    assert "bandwidth is unknown (--hbm-gb-per-s)" in plan_command.format_plan(plan)
+    _, topology, _ = plan_command.read_plan_arguments([*words, *figures, "--hbm-gb-per-s=5300"])
+    assert topology.device_type.memory_rate == 5300e9
+    for wrong in (["--tflops=1"], ["--hbm-gib=x"], ["--hbm-gib=0"], ["--hbm-gib=1", "--tflops=-1"]):
+        with pytest.raises(
+            UserError, match=f"^{' '.join(wrong)}: expected --hbm-gib, and numbers above 0"
+        ):
+            plan_command.read_plan_arguments([*words, *wrong])
+    with pytest.raises(UserError, match="h100 is known; leave out --hbm-gib=192 --tflops=1307"):
+        plan_command.read_plan_arguments([*words, "--topology=h100:8", *figures])
+
+
+def test_a_folder_that_is_missing_needs_no_weights(tmp_path):
+    message = "set config.model.path to a folder with config.json, which is enough here$"
+    with pytest.raises(UserError, match=message):
+        estimate(str(tmp_path / "missing"))
+
+
 def test_the_command_reports_mistakes_in_one_line(capsys):
     with pytest.raises(SystemExit, match=r"^error: --topology: must be given"):
         plan_command.main(["plan", "--config=arithmetic"])
@@ -344,7 +405,7 @@ def run_command(folder, *arguments):
 @pytest.mark.slow
 def test_the_command_prints_the_plan_of_a_machine_that_is_not_there(folder):
     text = run_command(folder, "--topology=v6e:4x4", "--arithmetic")
-    assert "v6e:4x4, mesh data 16" in text and "Peak" in text
+    assert "v6e:4x4 (16 chips), mesh data 16" in text and "Peak" in text
 
 
 @pytest.mark.slow

@@ -67,6 +67,9 @@ def resolve_model_folder(
     if folder.is_dir():
         _refuse_run(folder, f"{what}={path!r}")
         return folder
+    wanted = ""
+    if files != HUB_FILES:  # the description of a model is enough
+        holds, wanted = "config.json, which is enough here", f" {files[0]}"
     problem = f"{what}={path!r}: "
     remedy = f"set {what} to a folder with {holds}"
     if nearest := _nearest_folder(folder):
@@ -79,7 +82,9 @@ def resolve_model_folder(
     if not HUB_NAME.fullmatch(path):
         raise UserError(f"{missing} the path is not a hub name, OWNER/NAME; {remedy}")
     name, revision = hub.split_revision(path)
-    command = f"hf download {name} --revision {revision} --local-dir {name.rpartition('/')[2]}"
+    command = (
+        f"hf download {name}{wanted} --revision {revision} --local-dir {name.rpartition('/')[2]}"
+    )
     try:
         return hub.download_snapshot(path, files, what, ignore=IGNORED_HUB_FILES)[0]
     except hub.HubError as error:
