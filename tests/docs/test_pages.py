@@ -145,7 +145,9 @@ def test_commands_are_understood(place, command, monkeypatch):
     monkeypatch.chdir(doc_pages.ROOT)
     monkeypatch.setitem(sys.modules, "gcsfs", ModuleType("gcsfs"))  # buckets need it, tests do not
     for words in parts(command):
-        if words[:2] == ["python", "-m"] and words[2].startswith("jax_ppo."):
+        if words[0] == "ssh":
+            words = parts(words[-1])[-1]  # after cd
+        if words[0].endswith("python") and words[1] == "-m" and words[2].startswith("jax_ppo."):
             check_module(words[2].removeprefix("jax_ppo."), words[3:])
         elif words[0].startswith(("launch/", "tests/", ".ci/")):
             subprocess.run(["bash", "-n", words[0]], check=True)

@@ -26,6 +26,23 @@ def processes(tmp_path, body, *arguments, count=3, **popen):
     )
 
 
+def test_two_machines_are_started_by_the_two_lines_of_the_documentation(tmp_path):
+    page = (LAUNCH.parent / "docs/launching.md").read_text()
+    lines = [line for line in page.splitlines() if line.startswith("ssh ")]
+    script(tmp_path / "ssh", 'cd "$HOME/$2" && exec bash -c "$3"')
+    for host in ("host0", "host1"):
+        bin_folder = tmp_path / host / "jax_ppo/.venv/bin"
+        bin_folder.mkdir(parents=True)
+        script(bin_folder / "python", 'printf "%s " "${PWD%/*}" "$@"; env | grep ^JAX_ | sort')
+    home = {"HOME": str(tmp_path), "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    outputs = [subprocess.check_output(["bash", "-c", line], env=home, text=True) for line in lines]
+    for host, output in zip(("host1", "host0"), outputs, strict=True):
+        assert output == (
+            f"{tmp_path}/{host} -m jax_ppo.train --config=gsm8k --workdir=/shared/gsm8k "
+            f"JAX_COORDINATOR_ADDRESS=host0:8476\nJAX_NUM_PROCESSES=2\nJAX_PROCESS_ID={host[-1]}\n"
+        )
+
+
 class TestLocalProcesses:
     def test_each_process_gets_its_number_and_the_arguments(self, tmp_path):
         body = (
