@@ -268,8 +268,8 @@ def _report_size(run: PPORun, report: Report) -> None:
     epochs = run.total_steps * batch_size / max(len(run.training), 1)
     report(
         f"{len(run.training)} training and {len(run.held_out or ())} held-out prompts, "
-        f"{counted(run.total_steps, 'step')} of {counted(batch_size, 'prompt')} x "
-        f"{config.rollout.n} ({epochs:.3g} epochs); parameters: {sizes}"
+        f"{counted(run.total_steps, 'step')} of {batch_size} x "
+        f"{config.rollout.n} ({epochs:.3g} epochs)\nparameters: {sizes}"
     )
 
 

@@ -65,8 +65,9 @@ class CompiledProgram:
             token = _shape_run.set(None)  # a function that is traced calls others on tracers
             try:
                 name = self._name(*arguments, **named) if callable(self._name) else self._name
-                words = (name or self.__name__).replace("update_", "the update of the ")
-                words = words.replace("forward_", "the forward pass of the ").replace("_", " ")
+                words = name or self.__name__
+                for word, meaning in _WORDS.items():
+                    words = words.replace(word, meaning)
                 with heartbeat.activity(f"compiling {words.strip()}"):
                     lowered = self.lower(*arguments, **named)
                     results[key] = compile_(name, lowered, arguments)
@@ -86,6 +87,14 @@ def program(
     return functools.partial(CompiledProgram, name=name, **jit_options)
 
 
+_WORDS = {  # of names of programs, on the console
+    "update_": "the update of the ",
+    "forward_": "the forward pass of the ",
+    "sample": "the sampler",
+    "estimate": "the advantages",
+    "train_step": "the update",
+    "_": " ",
+}
 # Options of `jax.jit` with which programs round what they have in common alike. By default XLA
 # rounds a bfloat16 where a program stores it, not where it is only passed on.
 ROUNDED_ALIKE = {"compiler_options": {"xla_allow_excess_precision": False}}

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+import itertools
 import math
 import os
 import sys
@@ -15,19 +16,9 @@ from jax_ppo.reporting import console
 from jax_ppo.run import reporter
 from jax_ppo.run.supervised_tasks import REWARD_MODEL, SFT
 
-METRICS = {
-    "reward/mean": 0.5,
-    "reward/accuracy": 0.5,
-    "kl/reference": 0.0012,
-    "actor/entropy": 0.8,
-    "response_length/mean": 31.2,
-    "actor/clip_fraction": 0.013,
-    "actor/grad_norm": 0.523,
-    "critic/grad_norm": 1.25,
-    "seconds/step": 1.32,
-    "tokens_per_second": 12345.6,
-    "perf/seconds_left": 41.4,
-}
+VALUES = (0.5, 0.5, 0.0012, 0.8, 31.2, 0.013, 0.523, 1.25, 1.32, 12345.6)
+METRICS = {column.metric: x for column, x in zip(reporter.COLUMNS, VALUES, strict=True)}
+METRICS["perf/seconds_left"] = 41.4
 
 
 @pytest.fixture
@@ -60,10 +51,9 @@ class TestStepLines:
     def test_no_line_of_any_command_wraps(self, layout, has_bar, lines):
         columns = layout.columns
         every = {column.metric: -0.5 for column in columns} | {"perf/seconds_left": 3599.0}
-        for width in (80, 100, 120, 130, 140):
-            for total in (30, 4000):
-                line = lines(width, has_bar, columns, total).format(9, every)
-                assert len(line) < width and "-0.5" in line and " s" in line
+        for width, total in itertools.product((80, 120, 130, 140), (30, 4000)):
+            line = lines(width, has_bar, columns, total).format(9, every)
+            assert len(line) < width and "-0.5" in line and " s" in line
 
     def test_neither_the_sign_nor_the_size_of_a_number_moves_columns(self, lines):
         usual = lines(130).format(7, METRICS)
@@ -80,11 +70,8 @@ class TestStepLines:
 
     def test_accuracy_appears_once_it_is_not_the_reward_and_stays(self, lines):
         run = lines(80)
-        step = METRICS | {"reward/accuracy": math.nan}
-        shown = [
-            "acc" in run.format(number, step | {"reward/accuracy": accuracy})
-            for number, accuracy in enumerate((math.nan, 0.5, 0.5 + 1e-8, 0.25, 0.5, math.nan))
-        ]
+        accuracies = (math.nan, 0.5, 0.5 + 1e-8, 0.25, 0.5, math.nan)
+        shown = ["acc" in run.format(1, METRICS | {"reward/accuracy": x}) for x in accuracies]
         assert shown == [False, False, False, True, True, True]
 
 
@@ -197,21 +184,19 @@ class TestSampleTable:
         assert len(rows[3].strip()) == 60
         assert rows[4] == "   0.000        -  ·[2Jtab·here"
 
-    def test_words_that_all_prompts_share_are_left_out(self):
-        questions = ("Ann has 3 figs.", "Annette has 2 figs. She eats one.")
-        rows = [
-            {"prompt": f"Question: {x} How many?\nAnswer:", "response": "3", "score": 1.0}
-            | {"correct": True}
-            for x in questions
-        ]
+    @pytest.mark.parametrize(
+        ("prompts", "shown"),
+        [
+            (["Q: Ann ran. A:", "Q: Annette ran.\nA:"], ["…Ann ran. …", "…Annette ran.⏎…"]),
+            (["a b c", "a b b c"], ["……", "…b …"]),
+            (["a b", "a b"], ["a b", "a b"]),
+            (["a b"], ["a b"]),
+        ],
+    )
+    def test_words_that_all_prompts_share_are_left_out(self, prompts, shown):
+        rows = [self.ROWS[0] | {"prompt": prompt} for prompt in prompts]
         lines = console.format_sample_table(rows, 80).splitlines()
-        assert [line[19:] for line in lines[1::2]] == [f"…{question} …" for question in questions]
-        # Alone, or equal to all others, a prompt is shown as it is.
-        for same in ([rows[0]], [rows[0]] * 2):
-            assert "Question: Ann has 3" in console.format_sample_table(same, 80)
-        nested = [rows[0] | {"prompt": prompt} for prompt in ("a b c", "a b b c")]
-        lines = console.format_sample_table(nested, 80).splitlines()
-        assert [line[19:] for line in lines[1::2]] == ["……", "…b …"]
+        assert [line[19:] for line in lines[1::2]] == shown
 
     @pytest.mark.parametrize("width", [40, 61, 100])
     def test_lines_are_narrower_than_the_terminal(self, width):

@@ -132,35 +132,21 @@ def test_kept_generation_defaults_are_said_to_differ_from_evaluations(tmp_path, 
     assert "actor/generation_config.json keeps temperature=0.6, top_k=20: " in note
 
 
-def evaluated(step, **figures):
-    return {"step": step, "accuracy": None, "reward_mean": 0.5} | figures
-
-
 @pytest.mark.parametrize(
-    ("evaluations", "changes", "outcome"),
+    ("figures", "values", "interval", "outcome"),
     [
-        (
-            [evaluated(0, accuracy=0.4), evaluated(3, accuracy=0.9), evaluated(4, accuracy=0.8)],
-            {"accuracy_low": 0.752, "accuracy_high": 0.85},
-            "accuracy 0.400 → 0.800 (95 % 0.75-0.85; best 0.900 after step 3) in 0:00 since step 2",
-        ),
-        (
-            [evaluated(4)],
-            {"reward_mean": -0.5, "reward_mean_low": -1.0, "reward_mean_high": 0.25},
-            "reward -0.500 (95 % -1.00 to 0.25) in 0:00 since step 2",
-        ),
-        (
-            [],
-            {},
-            "training reward 0.250 → 0.750 (best 0.750 after step 4) in 0:00 since step 2",
-        ),
+        ("accuracy", [0.4, 0.9, 0.8], (0.752, 0.85),
+         "accuracy 0.400 → 0.800 (95 % 0.75-0.85; best 0.900 after step 1)"),
+        ("reward_mean", [-0.5], (-1.0, 0.25), "reward -0.500 (95 % -1.00 to 0.25)"),
+        ("", [], (), "training reward 0.250 → 0.750 (best 0.750 after step 4)"),
     ],
-)
+)  # fmt: skip
 def test_the_last_lines_are_the_outcome_the_report_and_the_models(
-    evaluations, changes, outcome, tmp_path, capsys
+    figures, values, interval, outcome, tmp_path, capsys
 ):
-    if evaluations:
-        evaluations[-1] |= changes
+    evaluations = [{"step": step, figures: value} for step, value in enumerate(values)]
+    for end, value in zip(("low", "high"), interval, strict=False):
+        evaluations[-1][f"{figures}_{end}"] = value
     progress = Progress(step=2, evaluations=evaluations)
     rewarded = types.SimpleNamespace(failures=0, extra={}, misses=())
     with make_reporter(tmp_path, 4, progress) as writer:
@@ -173,7 +159,7 @@ def test_the_last_lines_are_the_outcome_the_report_and_the_models(
     lines = capsys.readouterr().out.splitlines()[-4:]
     assert lines[0].startswith(f"curves: tensorboard --logdir {tmp_path}/tensorboard")
     assert lines[1:] == [
-        outcome,
+        f"{outcome} in 0:00 since step 2",
         f"report: {tmp_path}/report.html",
         f"model: {tmp_path}/actor (for transformers or --config.model.path)",
     ]

@@ -3,9 +3,10 @@
 import threading
 import time
 
+import jax
 import pytest
 
-from jax_ppo.runtime import heartbeat
+from jax_ppo.runtime import compiled_programs, heartbeat
 from waiting import wait_until
 
 
@@ -71,6 +72,21 @@ def test_the_innermost_activity_of_each_thread_is_named_with_its_seconds(beats):
         assert line == "... loading the actor: 3/20 tensors (7 s); compiling the actor (7 s)"
         assert beats(9) == ["... starting the state (18 s)"]
     assert beats(9) == ["... running (27 s)"], "what has ended is not named"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("update_actor", "the update of the actor"), ("", "double the input")]
+)
+def test_what_is_compiled_is_said_in_words(name, words):
+    phases = []
+
+    def double_the_input(x):
+        phases.append(heartbeat.describe_activities(time.monotonic()))
+        return 2 * x
+
+    with compiled_programs.run_on_shapes():
+        compiled_programs.CompiledProgram(double_the_input, name)(jax.ShapeDtypeStruct((2,), int))
+    assert phases == [f"compiling {words} (0 s)"]
 
 
 def test_once_steps_are_printed_a_minute_may_pass(beats):
