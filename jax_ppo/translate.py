@@ -1,8 +1,9 @@
 """Translate: `python -m jax_ppo.translate verl 'python3 -m verl.trainer.main_ppo ...'`.
 
 Prints the jax_ppo.train command that corresponds to a command of verl, TRL (`trl`) or OpenRLHF
-(`openrlhf`), and the settings without a counterpart, also for their SFT and reward models. A shell
-script may be named instead. Without a second argument the command is read from the standard input.
+(`openrlhf`), and what changes results unless the user acts, also for their SFT and reward models. A
+shell script, or a Python script with TRL's classes, may be named instead. Without a second argument
+the command is read from the standard input.
 """
 
 import shlex
@@ -11,7 +12,10 @@ import sys
 from jax_ppo.errors import exit_on_user_error
 from jax_ppo.migrating import translation
 
-USAGE = "usage: python -m jax_ppo.translate verl|trl|openrlhf ['COMMAND' | SCRIPT.sh | < COMMAND]"
+USAGE = (
+    "usage: python -m jax_ppo.translate verl|trl|openrlhf ['COMMAND' | SCRIPT.sh | SCRIPT.py | "
+    "< COMMAND]"
+)
 
 
 def main(arguments: list[str]) -> None:
@@ -26,8 +30,8 @@ def main(arguments: list[str]) -> None:
         translated = translation.translate(framework, text)
     print(translated.command())
     for title, lines in (
-        ("To look at", translated.notes),
-        ("Not in the command", translated.remarks),
+        ("Results will differ unless you act", translated.notes),
+        ("Nothing to do", translated.remarks),
     ):
         if lines:
             print(f"\n{title}:", *lines, sep="\n- ")

@@ -1,7 +1,8 @@
 """Suggestions for options that do not exist: another framework's, or misspelled ones.
 
 The tables of other frameworks' options are TOML files in peers/. `[options]` maps an answer (our
-option, or why there is none) to the names that have it there. Names are compared without
+option, or why there is none) to the names that have it there, `[no_effect]` those that need no
+counterpart, and `[values]` values by their names there. Names are compared without
 `actor_rollout_ref.`; one that ends in `.*` stands for all options of a group that have no separate
 answer. verl, TRL and OpenRLHF also have tables of their programs (`Program`) and of the options
 that name data (`DataOptions`), from which commands are translated.
@@ -73,6 +74,8 @@ class Framework:
 
     title: str  # its name in messages
     options: AnswersByName
+    no_effect: frozenset[str]  # answers that leave nothing to do
+    values: dict[str, dict[str, str]]  # values of our options by their names there
     programs: tuple[Program, ...]  # the most usual one first; none: its commands are not translated
     data: tuple[DataOptions, ...]  # the options that name data
 
@@ -80,7 +83,8 @@ class Framework:
 @functools.cache
 def read_framework(name: str) -> Framework:
     """Return the tables of one of `FRAMEWORKS`."""
-    table: dict[str, Any] = {"defaults": {}, "programs": [], "data": []}
+    table: dict[str, Any] = {"defaults": {}, "no_effect": {}, "values": {}}
+    table |= {"programs": [], "data": []}
     table |= tomllib.loads((PEERS / f"{name}.toml").read_text(encoding="utf-8"))
     programs = [
         # The framework's defaults hold for all of its programs.
@@ -95,7 +99,9 @@ def read_framework(name: str) -> Framework:
     ]
     return Framework(
         title=table["title"],
-        options=_by_name(table["options"]),
+        options=_by_name(table["options"] | table["no_effect"]),
+        no_effect=frozenset(table["no_effect"]),
+        values=table["values"],
         programs=tuple(programs),
         data=tuple(DataOptions(**group) for group in table["data"]),
     )

@@ -12,69 +12,38 @@ from typing import Any
 from jax_ppo.config import loading
 from jax_ppo.config.option import Option
 from jax_ppo.config.parsing import is_bracketed, split_items
-from jax_ppo.config.schema import Algorithm, flatten_options, options_by_name
+from jax_ppo.config.schema import flatten_options, options_by_name
 from jax_ppo.config.suggestions import DataOptions, Program, find_nearest, read_framework
 from jax_ppo.errors import UserError, shorten
+from jax_ppo.migrating import adaptations
 from jax_ppo.migrating.peer_commands import VARIABLE, answer_of, is_known, read_command
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS, AGGREGATIONS, POLICY_LOSSES
 
 # "config.A", "config.A=V", and such parts joined by "and" or "with".
 _PART = re.compile(r"config\.([\w.]+)(?:=([\w.]+))?")
 _ANSWER = re.compile(rf"{_PART.pattern}(?: (?:and|with) {_PART.pattern})*")
-# Remarks in answers for readers; the value does not change.
-_SAME_VALUE = (
-    ", in prompts",
-    ", in packed rows",
-    ", in prompts of all devices",
-    ", of each device",
-    ", on by default",
-    ", in the loss config.actor.kl_loss_type",
-)
+# A remark in an answer for readers; the value does not change.
+_REMARK = re.compile(r", (in|of|on) [^:=]*$")
 _NO_VALUE = ("null", "none", "")
-# The options that determine TRL's sizes of a step and number of steps.
-_TRL_SIZES = (
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "num_mini_batches",
-    "total_episodes",
-)
+# Reasons that say which options do the same, and values that switch off.
+_IMPLIED = re.compile(r"set config\.|the sum of |config\.[\w.]+ above 0$")
+_OFF = re.compile(r"false|0*\.?0*", re.IGNORECASE)
+_GREEDY = re.compile(r"config\.([\w.]+)=0 is greedy")
+# Variables of the shell that are always set, or have a default.
+_IS_SET = re.compile(r"\$HOME\b|\$\{HOME\}|\$\{\w+:-.*\}")
 _QUOTED = re.compile(r"""(["'])(.*)\1""", re.DOTALL)
 # A name on the Hugging Face hub, and the end of a file's name.
 _HUB_NAME = re.compile(r"\w[\w-]*/[\w.-]+")
 _DATA_FILE = re.compile(r"\.(jsonl?|csv|tsv|parquet|arrow)(\.gz)?(\[.*\])?$", re.IGNORECASE)
-# The actor's options that `sft` and `reward_model` have, too.
-_ACTORS = re.compile(
-    r"actor\.(optim\.\w+|grad_clip|router_aux_loss_coef|ppo_micro_batch_size_per_device)"
-)
 # What a base configuration adds to a command that does not name it.
 _NAMED = ("model.path", "reward.model_path", "data.train_files", "trainer.total_training_steps")
-_COUNT = re.compile(r"[1-9][0-9]{,11}")  # a number of prompts, samples or processes
-# Values that have another name here.
-_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-_SCHEDULES = {"cosine_with_min_lr": "cosine", "constant_with_warmup": "constant"}
-_VALUES = {
-    "algorithm.adv_estimator": ADVANTAGE_ESTIMATORS.other_names()
-    | {name: f"examples/estimators/{name}.py:{name}" for name in ("opo", "gdpo")},
-    "model.attention": {
-        "flash_attention_2": "auto",
-        "flash_attention_3": "auto",
-        "sdpa": "auto",
-        "eager": "xla",
-    },
-    "actor.policy_loss": POLICY_LOSSES.other_names()
-    | {name: f"examples/losses/{name}.py:{name}" for name in ("sapo", "clip_cov", "kl_cov")}
-    | {name: f"examples/losses/dppo.py:{name}" for name in ("dppo_tv", "dppo_kl")},
-    "trainer.resume": {"auto": "true", "disable": "false"},
-    "actor.optim.lr_schedule": _SCHEDULES,
-    "critic.optim.lr_schedule": _SCHEDULES,
-    "supervised.optim.lr_schedule": _SCHEDULES,
-    # TRL's losses, and what it divides advantages by.
+# Texts around prompts, which the data of a command do not need.
+_AROUND_PROMPTS = ("data.instruction", "data.prompt_template", "data.system_prompt")
+# Values that a registry knows by other names; the others are in the frameworks' tables.
+_OTHER_NAMES = {
+    "algorithm.adv_estimator": ADVANTAGE_ESTIMATORS.other_names(),
+    "actor.policy_loss": POLICY_LOSSES.other_names(),
     "actor.loss_agg_mode": AGGREGATIONS.other_names(),
-    "algorithm.norm_adv_by_std_in_grpo": {"group": "true", "none": "false"},
-    "rollout.top_k": {"0": "-1"},
-    "model.dtype": _DTYPES,
-    "actor.optim.param_dtype": _DTYPES,
-    "actor.optim.gradient_dtype": _DTYPES,
 }
 
 
@@ -83,16 +52,18 @@ class Translation:
     """A translated command."""
 
     program: Program  # what the command starts in its framework, and what runs the same here
-    options: dict[str, str]  # values by name, without `config.`, of the options in the command
+    options: dict[str, str]  # values by name, without `config.`, that the command gives
     defaults: dict[str, str]  # the framework's, where they differ from the base configuration
-    notes: list[str]  # one line for each option without a counterpart or in need of a review
-    remarks: list[str]  # lines about what the command does not set
+    unchanged: frozenset[str]  # those of `options` that the base has, and `command()` leaves out
+    notes: list[str]  # one line for each reason why results differ unless the user acts
+    remarks: list[str]  # lines about what needs no action
 
     def command(self) -> str:
         """Return our command on several lines, quoted for a shell; variables stay variables."""
         lines = [f"python -m jax_ppo.{self.program.command} --config={self.program.base}"]
         for name, value in {**self.options, **self.defaults}.items():
-            lines.append(f"    --config.{name}={_quote_for_shell(value)}")
+            if name not in self.unchanged:
+                lines.append(f"    --config.{name}={_quote_for_shell(value)}")
         return " \\\n".join(lines)
 
 
@@ -109,62 +80,50 @@ def _quote_for_shell(value: str) -> str:
 def translate(framework: str, text: str) -> Translation:
     """Translate a command of "verl", "trl" or "openrlhf", continued by backslashes.
 
-    The text may also be the path of a shell script that contains the command. Raise `UserError` if
-    the framework is unknown, or the text is not a command.
+    The text may also be the path of a shell script that contains the command, or of a Python script
+    with TRL's classes. What the run would refuse is changed, with a note. Raise `UserError` if the
+    framework is unknown, or the text is not a command.
     """
     command = read_command(framework, text)
     program = command.program
     base = _load_base(program.base, program.command)
-    given, _, _ = _translate_flags(framework, program, command.flags, {}, base)
-    by_default, _, _ = _translate_flags(framework, program, {}, program.defaults, base)
-    values, notes, remarks = _translate_flags(
-        framework, program, command.flags, program.defaults, base
-    )
+    given = _Translator(framework, program, base, command.flags, {}).options
+    by_default = _Translator(framework, program, base, {}, program.defaults).options
+    translator = _Translator(framework, program, base, command.flags, program.defaults)
+    values, notes, remarks = translator.options, translator.notes, translator.remarks
     if not command.has_program:
         remarks.append(f"no program: read as options of {program.name}")
+    if "data.train_files" in values:
+        by_default |= dict.fromkeys(_AROUND_PROMPTS, "")
+        if "data.val_files" not in values:
+            values["data.val_files"] = ""
+            remarks.append("config.data.val_files: the command names no held-out data")
     by_default |= {name: x for name, x in program.always.items() if name not in values}
     values = {**by_default, **values}
-    if "data.train_files" in values and "data.val_files" not in values:
-        values["data.val_files"] = ""
-        remarks.append("config.data.val_files: the command names no held-out data")
-    if framework != "verl" and program.command == "train":
-        _begin_critic_as_reward_model(values)
-    notes = command.notes + notes + _remove_invalid(values, program)
-    # Either decides how long a run is; the base may set the one that the command does not.
-    steps, epochs = "trainer.total_training_steps", "trainer.total_epochs"
-    if values.get(steps, loading.UNSET) != loading.UNSET:
-        if epochs not in given:
-            values.pop(epochs, None)
-    elif epochs in values and base[steps]:
-        values[steps] = loading.UNSET
-    options = {}
-    defaults = {}
-    estimator = "algorithm.adv_estimator"
-    has_critic = _needs_critic(values.get(estimator, base[estimator]))
-    for name, value in values.items():
-        if name in given or by_default.get(name) != value:
-            options[name] = value
-        elif not has_critic and name.startswith("critic."):
-            continue
-        elif loading.parse_option(name, value) != base[name]:
-            defaults[name] = value
+    if program.command == "train":
+        notes += adaptations.begin_critic(framework, values, base)
+        unread = [x for x in given if x.startswith("critic.") and x not in values]
+        if unread:
+            remarks.append(f"{', '.join(unread)}: this estimator has no critic")
+    notes += adaptations.convert_warmups(values, given, base)
+    notes += adaptations.make_valid(values, program, base, by_default)
+    unchanged = {name for name in values if _is_unchanged(name, values, base)}
+    is_default = {x for x in values if by_default.get(x) == values[x] != given.get(x)}
+    defaults = {x: values[x] for x in values if x in is_default - unchanged}
     if defaults:
         first = f"config.{next(iter(defaults))}"
-        which = (
-            f"the last {len(defaults)} options, from {first} on: defaults"
-            if len(defaults) > 1
-            else f"the last option, {first}: a default"
+        remarks.append(
+            f"the last {len(defaults)} options, from {first} on: defaults of {framework}"
         )
-        remarks.append(f"{which} of {framework}, unlike {program.base}")
-    kept = {name: base[name] for name in _NAMED if name not in values}
-    if texts := [f"config.{name}={value}" for name, value in kept.items() if value]:
-        remarks.append(f"{', '.join(texts)}: set by {program.base}, not by the command")
-    # Each note is one line of printable characters, whatever it quotes.
+    if texts := [f"config.{x}={base[x]}" for x in _NAMED if base[x] and x not in values]:
+        notes.append(f"{', '.join(texts)}: set by {program.base}, not by the command")
     return Translation(
         program=program,
-        options=options,
+        options={name: x for name, x in values.items() if name not in is_default},
         defaults=defaults,
-        notes=[str(UserError(note)) for note in notes],
+        unchanged=frozenset(unchanged),
+        # Each note is one line of printable characters, whatever it quotes.
+        notes=[str(UserError(note)) for note in command.notes + notes],
         remarks=[str(UserError(remark)) for remark in remarks],
     )
 
@@ -175,73 +134,163 @@ def _load_base(name: str, command: str) -> dict[str, Any]:
     return flatten_options(dataclasses.asdict(loading.load_config(name, command=command)))
 
 
-def _translate_flags(
-    framework: str,
-    program: Program,
-    given: Mapping[str, str],
-    defaults: Mapping[str, str],
-    base: Mapping[str, Any],
-) -> tuple[dict[str, str], list[str], list[str]]:
-    """Return our options, notes about flags that have none, and notes about such defaults."""
-    flags = {**defaults, **given}
-    known = options_by_name()
-    options: dict[str, str] = {}
-    origins: dict[str, str] = {}
-    notes: list[str] = []
-    default_notes: list[str] = []
-    framework_options = read_framework(framework).options
-    named = _name_data_sets(read_framework(framework).data, flags, options)
-    # Mini-batches and episodes are PPO's.
-    sizes = _TRL_SIZES if program.command == "train" else _TRL_SIZES[:2]
-    for name, value in flags.items():
-        if name in named or (name in sizes and _TRL_SIZES[0] in flags):
-            continue
-        if not is_known(program, framework, name):
-            nearest = find_nearest(name, {**framework_options, **program.options, **known})
+def _is_unchanged(name: str, values: Mapping[str, str], base: Mapping[str, Any]) -> bool:
+    """Return whether the base has the same value, or is unset and means the same."""
+    meaning = {"critic.path": "model.path", "rollout.mesh.model": "mesh.model"}.get(name, name)
+    if meaning != name and not base[name]:
+        return values[name] in ("", values.get(meaning, str(base[meaning])))
+    return (
+        not VARIABLE.search(values[name]) and loading.parse_option(name, values[name]) == base[name]
+    )
+
+
+class _Translator:
+    """Our options for the flags of a command, and notes about others."""
+
+    def __init__(
+        self,
+        framework: str,
+        program: Program,
+        base: Mapping[str, Any],
+        given: Mapping[str, str],
+        defaults: Mapping[str, str],
+    ) -> None:
+        self.framework, self.program, self.base, self.given = framework, program, base, given
+        self.flags = {**defaults, **given}
+        self.options: dict[str, str] = {}
+        self.notes: list[str] = []  # about what changes results
+        self.remarks: list[str] = []  # about what does not
+        self._origins: dict[str, str] = {}
+        self._untranslated: dict[str, list[str]] = {}  # the flags without our options, by reason
+        named = _name_data_sets(read_framework(framework).data, self.flags, self.options)
+        if framework == "trl" and (rewards := adaptations.translate_rewards(self.flags)):
+            named |= {"reward_funcs", "reward_weights"}
+            self.options |= rewards
+        # Mini-batches and episodes are PPO's.
+        sizes = adaptations.TRL_SIZES[: 4 if program.command == "train" else 2]
+        if sizes[0] in self.flags:
+            named |= set(sizes)
+        for name in self.flags:
+            if name not in named:
+                self._translate(name, self.flags[name])
+        self.notes += [x for name in self._origins for x in _note_shell(name, self.options[name])]
+        self._adapt()
+        self._tell_untranslated()
+
+    def _translate(self, name: str, value: str) -> None:
+        """Set our options for a flag, or note why there are none."""
+        known = options_by_name()
+        if not is_known(self.program, self.framework, name):
+            names = {**read_framework(self.framework).options, **self.program.options, **known}
+            nearest = find_nearest(name, names)
             guess = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
-            notes.append(f"{name}={shorten(value)}: there is no such option{guess}")
-            continue
-        answer = answer_of(program, framework, name) or f"config.{name}"
-        targets = _find_targets(name, value, answer, known, base)
-        if isinstance(targets, str):
-            if name in given:
-                notes.append(f"{name}={shorten(value)}: {targets}")
-            else:
-                default_notes.append(f"{framework}'s default {name}={value}: {targets}")
-            continue
-        switch = _find_switch_that_is_off(name, flags, known)
-        if framework == "trl" and name.startswith("lora_"):
-            switch = "use_peft" if flags.get("use_peft", "False").lower() == "false" else None
-        if switch:
-            if name in given:
-                notes.append(f"{name}={shorten(value)}: {switch} is False")
-            continue
-        for target, target_value in targets.items():
-            if target in origins and options[target] != target_value:
-                notes.append(
-                    f"{origins[target]}={shorten(options[target])}: {name}={shorten(value)} sets "
-                    f"config.{target} as well, and counts"
+            self.notes.append(f"{name}={shorten(value)}: there is no such option{guess}")
+            return
+        answer = answer_of(self.program, self.framework, name) or f"config.{name}"
+        switch = _find_switch_that_is_off(name, self.flags, known)
+        if self.framework == "trl" and name.startswith("lora_"):
+            is_off = self.flags.get("use_peft", "False").lower() == "false"
+            switch = "use_peft" if is_off else None
+        targets = self._find_targets(name, value, answer)
+        if switch or isinstance(targets, str):
+            reason = f"{switch} is False" if switch else str(targets)
+            if name in self.given or not switch:
+                self._untranslated.setdefault(reason, []).append(name)
+            return
+        for target, text in targets.items():
+            if target in self._origins and self.options[target] != text:
+                lines = self.remarks if "micro_batch" in target else self.notes
+                lines.append(
+                    f"{self._origins[target]}={shorten(self.options[target])}: "
+                    f"{name}={shorten(value)} sets config.{target} as well, and counts"
                 )
-            if name in given:
-                origins[target] = name
-            options[target] = target_value
-            if VARIABLE.search(target_value):
-                notes.append(
-                    f"config.{target}: a variable of the shell, to be set where the command runs"
-                )
-            elif "$" in target_value or "`" in target_value:
-                notes.append(f"config.{target}: an expression of the shell, which stays text")
-    if options.get("mesh.fsdp") == "-1":
-        # All devices split the parameters, and none are left for copies.
-        options.setdefault("mesh.data", "1")
-    notes += _join_reward_function(options)
-    if framework == "trl":
-        notes += _count_trl_batches(flags, options, program)
-    if program.command != "train":
-        notes += _use_supervised_names(options, program, known)
-    elif framework == "openrlhf":
-        notes += _adapt_openrlhf(options)
-    return options, notes, default_notes
+            if name in self.given:
+                self._origins[target] = name
+            self.options[target] = text
+
+    def _find_targets(self, name: str, value: str, answer: str) -> dict[str, str] | str:
+        """Return our options with their values, or the reason why there are none."""
+        known = options_by_name()
+        answer = _REMARK.sub("", answer)
+        parts = _PART.findall(answer)
+        if value.lower() in _NO_VALUE and not any(value in self._names(part) for part, _ in parts):
+            return _unset([known[target] for target, _ in parts if target in known], self.base)
+        if name.endswith("warmup_steps") and value == "-1":
+            return {}  # verl's name for unset
+        if (greedy := _GREEDY.fullmatch(answer)) and value.lower() in ("true", "false"):
+            return {greedy[1]: "0"} if value.lower() == "false" else {}
+        if f".{name}".endswith(".custom_reward_function.path"):
+            return {"reward.function": value}
+        if name.endswith("custom_reward_function.name"):
+            return {"reward.function:name": value}
+        if not _ANSWER.fullmatch(answer):
+            is_off = value.lower() == "false" and answer.startswith(("set ", "config.reward."))
+            return "off here, too" if is_off else answer
+        values = split_items(value)
+        if len(values) == len(parts) > 1:
+            return {target: item for (target, _), item in zip(parts, values, strict=True)}
+        targets = {}
+        for target, constant in parts:
+            if constant and value.lower() == "false":
+                return f"off, as without {answer}"
+            targets[target] = constant or _convert(known[target], value, self._names(target))
+            if constant == "True" and _OFF.fullmatch(value):
+                # A weight of 0 turns off what it weights.
+                targets[target] = "False"
+        return targets
+
+    def _names(self, option: str) -> dict[str, str]:
+        """Return our names of an option's values by the framework's."""
+        own = read_framework(self.framework).values.get(option, {})
+        return _OTHER_NAMES.get(option, {}) | own
+
+    def _adapt(self) -> None:
+        """Adapt the options to what the framework and the program count differently."""
+        options = self.options
+        if options.get("mesh.fsdp") == "-1":
+            # All devices split the parameters, and none are left for copies.
+            options.setdefault("mesh.data", "1")
+        # The file and the name of a reward function are two options of verl.
+        function = options.pop("reward.function:name", "")
+        if self.framework == "verl" and "reward.function" in options:
+            options["reward.function"] += f":{function or 'compute_score'}"
+        elif function:
+            self.notes.append(f"custom_reward_function.name={shorten(function)}: without its path")
+        if self.framework == "trl":
+            self.notes += adaptations.count_trl_batches(self.flags, options, self.program)
+        if self.program.command != "train":
+            self.notes += adaptations.use_supervised_names(options, self.program)
+        elif self.framework == "openrlhf":
+            self.notes += adaptations.adapt_openrlhf(options)
+
+    def _tell_untranslated(self) -> None:
+        """Note the flags without our options: a line for each that changes results."""
+        for reason, names in self._untranslated.items():
+            wanted = re.findall(r"config\.([\w.]+\w)", reason)
+            is_done = _IMPLIED.match(reason) and all(self.options.get(x) for x in wanted)
+            harmless = is_done or reason in read_framework(self.framework).no_effect
+            words = re.findall(r"\w+", reason.lower())
+            quiet = []
+            for name in names:
+                value = self.flags[name]
+                # What a reason names is what happens here: "AdamW with ...", also as adamw_torch.
+                is_same = value.lower().partition("_torch")[0] in words
+                if harmless or is_same or _OFF.fullmatch(value) or reason.endswith(" is False"):
+                    quiet += [name] if name in self.given and not is_done else []
+                    continue
+                default = "" if name in self.given else f"{self.framework}'s default "
+                self.notes.append(f"{default}{name}={shorten(value)}: {reason}")
+            if quiet:
+                self.remarks.append(f"{', '.join(quiet)}: {reason}")
+
+
+def _note_shell(name: str, value: str) -> list[str]:
+    """Return a note about what the shell, or nobody, puts into an option's value."""
+    if not all(map(_IS_SET.fullmatch, VARIABLE.findall(value))):
+        return [f"config.{name}: a variable of the shell, to be set where the command runs"]
+    if "$" in VARIABLE.sub("", value) or "`" in value:
+        return [f"config.{name}: an expression of the shell, which stays text"]
+    return []
 
 
 def _find_switch_that_is_off(
@@ -250,7 +299,7 @@ def _find_switch_that_is_off(
     """Return `enable` of the innermost group that has one, if it is off and no option of ours."""
     groups = itertools.accumulate(name.split(".")[:-1], "{}.{}".format)
     switches = [f"{group}.enable" for group in groups if f"{group}.enable" in flags]
-    is_off = bool(switches) and flags[switches[-1]].lower() == "false"
+    is_off = bool(switches) and switches[-1] != name and flags[switches[-1]].lower() == "false"
     return switches[-1] if is_off and switches[-1] not in known else None
 
 
@@ -283,57 +332,6 @@ def _address(name: str, subset: str, split: str) -> str | None:
     return f"hf:{name}{subset}:{split}" if _HUB_NAME.fullmatch(name) else None
 
 
-def _use_supervised_names(
-    options: dict[str, str], program: Program, known: dict[str, Option]
-) -> list[str]:
-    """Replace the actor's options by the ones of `sft` and `reward_model`; return notes."""
-    notes = []
-    for name, value in list(options.items()):
-        if program.command in known[name].read_by:
-            continue
-        del options[name]
-        ours = _ACTORS.sub(r"supervised.\1", name).replace(".ppo_", ".")
-        # One option for both optimizers stands for the only one.
-        is_again = (
-            name.startswith("critic.optim.") and name.replace("critic", "supervised") in options
-        )
-        if program.command in known.get(ours, known[name]).read_by:
-            options[ours] = value
-        elif not is_again and ours.replace("critic.", "supervised.") not in options:
-            notes.append(f"config.{name}={shorten(value)}: {program.command} does not read it")
-    return notes
-
-
-def _find_targets(
-    name: str, value: str, answer: str, known: dict[str, Option], base: Mapping[str, Any]
-) -> dict[str, str] | str:
-    """Return our options with their values, or the reason why there are none."""
-    for suffix in _SAME_VALUE:
-        answer = answer.removesuffix(suffix)
-    parts = _PART.findall(answer)
-    if value.lower() in _NO_VALUE and not any(value in _VALUES.get(part, ()) for part, _ in parts):
-        return _unset([known[target] for target, _ in parts if target in known], base)
-    if name == "custom_reward_function.path" or name.endswith(".custom_reward_function.path"):
-        return {"reward.function": value}
-    if name.endswith("custom_reward_function.name"):
-        return {"reward.function:name": value}
-    if not _ANSWER.fullmatch(answer):
-        is_off = value.lower() == "false" and answer.startswith(("set ", "config.reward."))
-        return "off here, too" if is_off else answer
-    values = split_items(value)
-    if len(values) == len(parts) > 1:
-        return {target: item for (target, _), item in zip(parts, values, strict=True)}
-    targets = {}
-    for target, constant in parts:
-        if constant and value.lower() == "false":
-            return f"off, as without {answer}"
-        targets[target] = constant or _convert(known[target], value)
-        if constant == "True" and re.fullmatch(r"0*\.?0*", value):
-            # A weight of 0 turns off what it weights.
-            targets[target] = "False"
-    return targets
-
-
 def _unset(options: list[Option], base: Mapping[str, Any]) -> dict[str, str] | str:
     """Return empty values for what the base sets, or the reason why it keeps a value."""
     changed = [x for x in options if base[x.name] != x.default]
@@ -345,7 +343,7 @@ def _unset(options: list[Option], base: Mapping[str, Any]) -> dict[str, str] | s
     return empty
 
 
-def _convert(option: Option, value: str) -> str:
+def _convert(option: Option, value: str, names: Mapping[str, str]) -> str:
     """Return a value in our notation."""
     text = value
     is_in_brackets = is_bracketed(value) and not option.facts.is_json
@@ -359,113 +357,10 @@ def _convert(option: Option, value: str) -> str:
         text = quoted[2]
     if option.name == "reward.clip" and (limits := re.fullmatch(r"-([\d.]+),(\1)", text)):
         return limits[1]
-    text = _VALUES.get(option.name, {}).get(text, text)
+    text = names.get(text, text)
     if option.value_type is bool:
         return text.lower()
     # At most twelve digits and a small exponent; the option's range refuses other numbers.
     if option.value_type is int and re.fullmatch(r"\d{1,12}(?:\.0*|e\d{1,2})", text):
         return str(int(float(text)))
     return text
-
-
-def _join_reward_function(options: dict[str, str]) -> list[str]:
-    """Join the file and the name of a reward function, two options of verl; return notes."""
-    name = options.pop("reward.function:name", "")
-    if "reward.function" in options:
-        options["reward.function"] += f":{name or 'compute_score'}"
-        return []
-    return [f"custom_reward_function.name={shorten(name)}: without its path"] if name else []
-
-
-def _count_trl_batches(
-    flags: Mapping[str, str], options: dict[str, str], program: Program
-) -> list[str]:
-    """Set the sizes that several options of TRL determine, for one process; return notes."""
-    if _TRL_SIZES[0] not in flags:
-        return []
-    sizes = [flags.get(name, "1") for name in (*_TRL_SIZES, "num_generations")]
-    if not all(_COUNT.fullmatch(size) for size in sizes):
-        return [f"{', '.join(_TRL_SIZES)}: set config.data.train_batch_size, in prompts"]
-    per_device, accumulated, mini_batches, episodes, samples = map(int, sizes)
-    batch = max(per_device * accumulated // samples, 1)
-    sized = {"data.train_batch_size": batch}
-    if program.command == "train":
-        sized["actor.ppo_mini_batch_size"] = max(batch // mini_batches, 1)
-    if program.command == "train" and "total_episodes" in flags:
-        sized["trainer.total_training_steps"] = -(-episodes // batch)
-    for name, size in sized.items():
-        options.setdefault(name, str(size))
-    by_samples = " / num_generations" if samples > 1 else ""
-    return [
-        f"config.data.train_batch_size={batch}: {_TRL_SIZES[0]} x {_TRL_SIZES[1]}{by_samples}, of "
-        "one process; multiply sizes of batches by the number of processes, and divide steps by it"
-    ]
-
-
-def _adapt_openrlhf(options: dict[str, str]) -> list[str]:
-    """Count mini-batches in prompts, and move the KL penalty into the loss; return notes."""
-    # OpenRLHF has no reward model unless one is named.
-    options.setdefault("reward.model_path", "")
-    notes = []
-    n = options.get("rollout.n", "1")
-    size = options.get("actor.ppo_mini_batch_size", "")
-    if n != "1" and _COUNT.fullmatch(n) and _COUNT.fullmatch(size):
-        options["actor.ppo_mini_batch_size"] = str(max(int(size) // int(n), 1))
-        if int(size) % int(n):
-            notes.append(
-                f"config.actor.ppo_mini_batch_size={options['actor.ppo_mini_batch_size']}: "
-                f"{size} samples are not a whole number of prompts with {n} each"
-            )
-    if options.get("actor.use_kl_loss") == "true":
-        # OpenRLHF has one coefficient and one estimator, for the reward or for the loss.
-        options.pop("algorithm.use_kl_in_reward", None)
-        for ours, in_loss in (
-            ("algorithm.kl_ctrl.kl_coef", "actor.kl_loss_coef"),
-            ("algorithm.kl_penalty", "actor.kl_loss_type"),
-        ):
-            if ours in options:
-                options[in_loss] = options.pop(ours)
-    return notes
-
-
-def _needs_critic(estimator: str) -> bool:
-    """Return whether a value of `algorithm.adv_estimator`, valid or not, needs a critic."""
-    return estimator in ADVANTAGE_ESTIMATORS.names(lambda entry: entry.needs_critic)
-
-
-def _begin_critic_as_reward_model(options: dict[str, str]) -> None:
-    """Set the critic's initial weights, which TRL and OpenRLHF take from the reward model."""
-    initial_path = options.get("reward.model_path") or options.get("model.path")
-    if not _needs_critic(options.get("algorithm.adv_estimator", Algorithm().adv_estimator)):
-        options["critic.path"] = ""
-        options.pop("critic.keep_head", None)
-    elif "reward.model_path" in options and initial_path:
-        path = options.setdefault("critic.path", initial_path)
-        # Only a reward model has a head to keep.
-        if path == options["reward.model_path"]:
-            options["critic.keep_head"] = "true"
-        else:
-            options.pop("critic.keep_head", None)
-
-
-def _remove_invalid(options: dict[str, str], program: Program) -> list[str]:
-    """Remove the values that are invalid by themselves, and return a line for each problem."""
-    notes = []
-    values = {}
-    for name, text in list(options.items()):
-        if not all(character.isprintable() or character == "\n" for character in text):
-            del options[name]
-            notes.append(f"config.{name}={shorten(text)!r}: expected printable characters")
-            continue
-        if VARIABLE.search(text):
-            continue
-        try:
-            values[name] = loading.parse_option(name, text)
-        except UserError as error:
-            del options[name]
-            notes.append(str(error))
-    try:
-        loading.load_config(program.base, values, command=program.command)
-    except UserError as error:
-        notes.append(str(error))
-    return notes

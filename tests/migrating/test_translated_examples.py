@@ -132,7 +132,43 @@ TRL_PPO = """python examples/scripts/ppo/ppo.py
     --dataset_train_split descriptiveness --learning_rate 3e-6 --output_dir models/minimal/ppo
     --per_device_train_batch_size 64 --gradient_accumulation_steps 1 --total_episodes 10000
     --model_name_or_path EleutherAI/pythia-1b-deduped --missing_eos_penalty 1.0"""
+# Forms of verl's examples/grpo_trainer/run_qwen2_5-3b_gsm8k_grpo_lora.sh and
+# examples/ppo_trainer/run_qwen2-7b_rm.sh, and of TRL's commands with adapters.
+GRPO_LORA = """python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo
+    data.train_files=$HOME/data/gsm8k/train.parquet data.val_files=$HOME/data/gsm8k/test.parquet
+    data.train_batch_size=16 data.max_prompt_length=512 data.max_response_length=1024
+    data.filter_overlong_prompts=True data.truncation=error data.shuffle=False
+    actor_rollout_ref.model.path=Qwen/Qwen2.5-3B-Instruct actor_rollout_ref.model.use_shm=True
+    actor_rollout_ref.model.lora_rank=64 actor_rollout_ref.model.lora_alpha=32
+    actor_rollout_ref.model.target_modules=all-linear actor_rollout_ref.actor.optim.lr=3e-6
+    actor_rollout_ref.actor.ppo_mini_batch_size=16 actor_rollout_ref.actor.use_kl_loss=True
+    actor_rollout_ref.actor.kl_loss_coef=0.001 actor_rollout_ref.actor.kl_loss_type=low_var_kl
+    actor_rollout_ref.actor.entropy_coeff=0 actor_rollout_ref.rollout.name=vllm
+    actor_rollout_ref.rollout.n=5 actor_rollout_ref.rollout.load_format=safetensors
+    actor_rollout_ref.rollout.layered_summon=True algorithm.use_kl_in_reward=False
+    trainer.logger='["console","wandb"]' trainer.total_epochs=15"""
+REWARD_MODEL = """train_files="['$HOME/data/gsm8k/train.parquet']"
+    python3 -m verl.trainer.main_ppo data.train_files="$train_files" data.train_batch_size=1024
+    data.return_raw_chat=True actor_rollout_ref.model.path=$HOME/models/policy
+    actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1 critic.optim.lr_warmup_steps_ratio=0.05
+    critic.model.path=$HOME/models/policy reward_model.enable=True
+    reward_model.model.path=$HOME/models/judge reward_model.model.use_remove_padding=True
+    reward_model.model.fsdp_config.param_offload=True reward_model.micro_batch_size_per_gpu=32
+    trainer.total_training_steps=435 trainer.nnodes=1"""
+TRL_LORA = """accelerate launch examples/scripts/ppo/ppo.py --dataset_name a/b
+    --num_ppo_epochs 1 --per_device_train_batch_size 1 --gradient_accumulation_steps 16
+    --total_episodes 10000 --warmup_ratio 0.1 --sft_model_path tuned --reward_model_path judge
+    --use_peft --lora_r 16 --lora_alpha 32 --lora_target_modules q_proj v_proj"""
+TRL_GRPO = """trl grpo --model_name_or_path Qwen/Qwen2.5-0.5B --dataset_name trl-lib/DeepMath-103K
+    --reward_funcs accuracy_reward think_format_reward --reward_weights 1.0 0.5
+    --per_device_train_batch_size 8
+    --gradient_accumulation_steps 2 --num_generations 8 --max_steps 200 --warmup_ratio 0.05
+    --importance_sampling_level token --use_peft --output_dir out"""
 COMMANDS = {
+    "verl's GRPO with adapters": ("verl", GRPO_LORA),
+    "verl with a reward model": ("verl", REWARD_MODEL),
+    "TRL with adapters": ("trl", TRL_LORA),
+    "TRL's GRPO": ("trl", TRL_GRPO),
     "verl": ("verl", QUICKSTART),
     "TRL's ppo.py": ("trl", TRL_PPO),
     "Megatron": ("verl", MEGATRON),
@@ -166,18 +202,55 @@ def test_every_option_is_translated_or_has_a_reason_and_the_command_is_accepted(
     framework, text = COMMANDS[name]
     translated = translate(framework, text)
     assert not [note for note in translated.notes if "there is no such option" in note]
-    # What is refused would be a note about an option of ours; the shell's variables are not.
-    expected = 1 if framework == "trl" else 0
-    assert (
-        sum(
-            note.startswith("config.") and "variable of the shell" not in note
-            for note in translated.notes
-        )
-        == expected
-    )
+    # Nothing was refused, and changed.
+    assert not [note for note in translated.notes if "changed to" in note or "refuses" in note]
     words = shlex.split(translated.command().replace("\\\n", ""))
     config, _ = command_line.read_command_line(["train", *words[3:]])
     assert re.search(rf"[ =]{re.escape(config.model.path)}\s", text)
+
+
+def test_a_critic_of_adapters_starts_with_a_new_head_instead_of_the_reward_model():
+    """Adapters have one base: hh_rlhf's critic.path and TRL's value model are other weights."""
+    translated = translate("trl", TRL_LORA)
+    assert "--config.critic.path=''" in translated.command()
+    assert any(x.startswith("config.critic.path='': adapters share") for x in translated.notes)
+    without_judge = translate("trl", "python ppo.py --use_peft --sft_model_path m")
+    assert "--config.critic.path=''" in without_judge.command()
+    same = translate(
+        "verl", f"{QUICKSTART.partition(' 2>&1')[0]} actor_rollout_ref.model.lora_rank=8"
+    )
+    assert same.options["critic.path"] == "" and "critic" not in " ".join(same.notes)
+
+
+def test_a_reward_model_of_verl_needs_no_further_option():
+    """435 steps: a tenth of them are 43.5, a twentieth 21.75."""
+    translated = translate("verl", REWARD_MODEL)
+    assert translated.notes == []
+    options = translated.options
+    assert options["reward.model_path"] == "$HOME/models/judge"
+    assert options["reward.param_offload"] == "true"
+    assert options["actor.optim.lr_warmup_steps"] == "44"
+    assert options["critic.optim.lr_warmup_steps"] == "22"
+    # Rows of a model with the policy's tokenizer have no size of their own.
+    assert "reward.micro_batch_size_per_device" not in options
+    epochs = translate("verl", REWARD_MODEL.replace("total_training_steps", "total_epochs"))
+    assert epochs.notes == [
+        "config.actor.optim.lr_warmup_steps=0: set it to 0.1 of the steps of the run",
+        "config.critic.optim.lr_warmup_steps=0: set it to 0.05 of the steps of the run",
+    ]
+
+
+def test_trls_reward_functions_become_terms():
+    options = translate("trl", TRL_GRPO).options
+    assert options["reward.terms"] == "math:1.0,format[think]:0.5"
+    assert options["data.ground_truth_key"] == "solution"
+    assert (
+        options["actor.policy_loss"] == "vanilla" and options["actor.optim.lr_warmup_steps"] == "10"
+    )
+    one = "trl grpo --reward_funcs my.rewards.score"
+    assert translate("trl", one).options["reward.function"] == "my.rewards:score"
+    unknown = translate("trl", "trl grpo --reward_funcs score").notes
+    assert any(note.startswith("reward_funcs=score: config.reward.function") for note in unknown)
 
 
 def test_megatrons_sizes_are_those_of_the_mesh():
@@ -223,7 +296,8 @@ def test_an_estimator_without_a_critic_needs_no_folder_for_it():
     command = "--pretrain m --advantage_estimator reinforce_baseline --n_samples_per_prompt 8"
     translated = translate("openrlhf", command)
     assert translated.options["algorithm.adv_estimator"] == "reinforce_plus_plus_baseline"
-    assert translated.options["critic.path"] == "" and translated.notes == []
+    assert translated.options["critic.path"] == ""
+    assert not [note for note in translated.notes if "changed to" in note or "critic" in note]
 
 
 @pytest.fixture(scope="module")
@@ -257,11 +331,14 @@ def test_a_translated_command_trains(name, inputs, tmp_path, monkeypatch):
     words = shlex.split(translated.command().replace("\\\n", ""))
     config, _ = command_line.read_command_line(["train", *words[3:]])
     has_judge = bool(config.reward.model_path)
+    critic = inputs / ("judge" if has_judge else "llama")
+    if config.has_adapters or not config.has_critic:
+        critic = ""
     small = SIZES | {
         "data.train_files": inputs / "rows.jsonl",
         "data.val_files": inputs / "rows.jsonl",
         "model.path": inputs / "llama",
-        "critic.path": inputs / ("judge" if has_judge else "llama"),
+        "critic.path": critic,
         "reward.model_path": inputs / "judge" if has_judge else "",
     }
     small_words = [f"--config.{option}={value}" for option, value in small.items()]

@@ -10,6 +10,7 @@ import pytest
 from jax_ppo import translate as translate_command
 from jax_ppo.config import command_line
 from jax_ppo.config.loading import parse_option
+from jax_ppo.config.option import option_value
 from jax_ppo.config.schema import all_options
 from jax_ppo.config.suggestions import read_framework
 from jax_ppo.data.columns import Columns
@@ -111,6 +112,7 @@ def test_every_option_of_the_tables_is_translated_or_answered_in_words(framework
         translated = translate(framework, f"{start} {' '.join(flags)}")
         notes = "\n".join(translated.notes)
         assert "there is no such option" not in notes
+        harmless = {x for line in translated.remarks for x in line.partition(": ")[0].split(", ")}
         for name in names:
             answer = answer_of(program, framework, name)
             # `sft` and `reward_model` have the actor's options under other names.
@@ -119,7 +121,9 @@ def test_every_option_of_the_tables_is_translated_or_answered_in_words(framework
                 for target in re.findall(r"config\.([\w.]*\w)", answer)
                 for ours in (target, re.sub(r"^\w+\.(ppo_)?", "supervised.", target))
             }
+            # A switch needs no line where the options that it switches on are set.
             is_noted = any(f"{noted}=" in notes for noted in {name, *targets})
+            is_noted |= bool({name, *targets} & harmless) or answer.startswith("set ")
             assert is_noted or targets & translated.options.keys(), name
 
 
@@ -199,13 +203,13 @@ def test_a_shell_script_is_read_with_its_variables_and_lists(tmp_path):
             "openrlhf",
             "read -r -d '' commands <<EOF\nopenrlhf.cli.train_sft \\\n  --adam.lr 3e-6\nEOF\n"
             "deepspeed --module $commands\n",
-            {"supervised.optim.lr": "3e-6"},
+            {"supervised.optim.lr": "3e-6", "supervised.optim.lr_warmup_steps": "0"},
         ),
         (
             "verl",
             'echo "Usage: my_sft.sh <gpus>"\ntorchrun -m verl.trainer.fsdp_sft_trainer \\\n'
             "  optim.lr=3e-6 \\\n \\ \n",
-            {"supervised.optim.lr": "3e-6"},
+            {"supervised.optim.lr": "3e-6", "supervised.optim.lr_warmup_steps": "0"},
         ),
         (
             "verl",
@@ -246,17 +250,25 @@ def test_two_options_for_one_of_ours_are_told_apart():
     names = [f"actor_rollout_ref.{x}.log_prob_micro_batch_size_per_gpu" for x in ("rollout", "ref")]
     translated = translate("verl", f"{PROGRAMS['verl']} {names[0]}=8 {names[1]}=4")
     assert translated.options == {"rollout.logprob_micro_batch_size_per_device": "4"}
-    assert translated.notes == [
+    # Results are the same for any size of micro-batches.
+    assert (
         "rollout.log_prob_micro_batch_size_per_gpu=8: ref.log_prob_micro_batch_size_per_gpu=4 sets "
         "config.rollout.logprob_micro_batch_size_per_device as well, and counts"
-    ]
-    assert not translate("verl", f"{PROGRAMS['verl']} {names[0]}=4 {names[1]}=4").notes
+    ) in translated.remarks
+    equal = translate("verl", f"{PROGRAMS['verl']} {names[0]}=4 {names[1]}=4")
+    assert "as well" not in " ".join(equal.remarks + equal.notes)
+    seeds = translate("verl", f"{PROGRAMS['verl']} data.seed=1 trainer.seed=2")
+    assert "data.seed=1: trainer.seed=2 sets config.seed as well, and counts" in seeds.notes
     # What limits importance weights is not what they are; batches of generation are no steps.
     correction = "algorithm.rollout_correction"
     flags = f"{correction}.rollout_is=token {correction}.rollout_rs=seq_mean_k1"
     translated = translate("verl", f"{PROGRAMS['verl']} {flags} {correction}.bypass_mode=True")
     assert translated.options == {"algorithm.rollout_is": "token"}
-    assert len(translated.notes) == 2
+    noted = [note for note in translated.notes if "rollout_correction" in note]
+    assert [note.partition("=")[0].rpartition(".")[2] for note in noted] == [
+        "rollout_rs",
+        "bypass_mode",
+    ]
     sizes = "data.train_batch_size=512 data.gen_batch_size=1536"
     assert translate("verl", f"{PROGRAMS['verl']} {sizes}").options == {
         "data.train_batch_size": "512"
@@ -269,9 +281,9 @@ def test_what_is_switched_off_stays_off(switch):
     flags = f"reward_model.{switch}=False reward_model.overlong_buffer.len=9"
     translated = translate("verl", f"{PROGRAMS['verl']} {flags}")
     assert translated.options == {}
-    assert translated.notes == [
-        f"reward_model.{switch}=False: off here, too",
-        f"reward_model.overlong_buffer.len=9: reward_model.{switch} is False",
+    assert translated.remarks[:2] == [
+        f"reward_model.{switch}: off here, too",
+        f"reward_model.overlong_buffer.len: reward_model.{switch} is False",
     ]
     flags = "algorithm.filter_groups.enable=False algorithm.filter_groups.metric=score"
     assert len(translate("verl", f"{PROGRAMS['verl']} {flags}").options) == 2
@@ -281,9 +293,9 @@ def test_what_is_switched_off_stays_off(switch):
 
 def test_a_misspelled_option_of_another_framework_gets_its_nearest_name():
     flag = "actor_rollout_ref.actor.clip_ration=0.3"
-    assert translate("verl", f"{PROGRAMS['verl']} {flag}").notes == [
+    assert translate("verl", f"{PROGRAMS['verl']} {flag}").notes[0] == (
         "actor.clip_ration=0.3: there is no such option; did you mean actor.clip_ratio?"
-    ]
+    )
     notes = translate("trl", "python ppo.py --learning_rat 3").notes
     assert "learning_rat=3: there is no such option; did you mean learning_rate?" in notes
 
@@ -294,10 +306,10 @@ def test_every_default_is_carried_or_listed(framework):
     for program in (x for x in read_framework(framework).programs if x.base):
         for name, value in program.defaults.items():
             assert is_known(program, framework, name), name
-            targets = re.findall(
-                r"config\.([\w.]*\w)", answer_of(program, framework, name) or f"config.{name}"
-            )
-            assert targets, f"{name}={value} is neither translated nor answered"
+            answer = answer_of(program, framework, name) or f"config.{name}"
+            notes = translate(framework, f"python -m {program.name} --use_peft").notes
+            is_noted = any(f"default {name}={value}: {answer}" in note for note in notes)
+            assert is_noted or "config." in answer, f"{name}={value} is lost"
         assert all(parse_option(name, value) is not None for name, value in program.always.items())
 
 
@@ -342,11 +354,12 @@ def test_names_of_data_sets_become_addresses_on_the_hub(framework, words, files)
             "actor.fsdp_config.gradient_checkpointing=False",
             "--config.model.gradient_checkpointing=",
         ),
-        ("trainer.node_rank=0", "trainer.node_rank=0: the launcher starts the processes"),
+        ("trainer.nnodes=1", "do:\n- trainer.nnodes: the launcher starts the processes"),
+        ("trainer.nnodes=2", "act:\n- trainer.nnodes=2: the launcher starts the processes"),
         ("master_addr=x", "master_addr=x: the launcher starts the processes"),
-        ("trainer.n_gpus_per_node=4", "n_gpus_per_node=4: a process has all devices that it sees"),
+        ("trainer.n_gpus_per_node=4", "n_gpus_per_node: a process has all devices that it sees"),
         ("rollout.n_gpus_per_node=2", "rollout.n_gpus_per_node=2: config.rollout.mesh.devices"),
-        ("actor.megatron_config.a.b=1", "actor.megatron_config.a.b=1: Megatron is not used"),
+        ("actor.megatron_config.a.b=1", "actor.megatron_config.a.b: Megatron is not used"),
         ("critic.model.fsdp_config.param_offload=True", "--config.critic.param_offload=true"),
     ],
 )
@@ -428,7 +441,9 @@ def test_verls_replay_of_routing():
         assert translate("verl", command).options == expected
     for command in (f"{switch}=False", f"{mode}=R2"):
         translated = translate("verl", command)
-        assert translated.options == {} and len(translated.notes) == 1
+        assert translated.options == {} and "config.actor.router_replay.mode" in "".join(
+            translated.notes[:1] + translated.remarks[:1]
+        )
 
 
 def test_a_command_of_verl():
@@ -459,10 +474,16 @@ def test_a_command_of_verl():
         "trainer.test_freq": "10",
         "trainer.total_epochs": "15",
     }
-    assert "rollout.gpu_memory_utilization=0.4: no server samples" in notes
     assert "trainer.ref_fancy_option=3: there is no such option" in notes
-    assert "rollout.name=vllm: the sampler is built in" in notes and "trainer.nnodes=1" in notes
-    assert "a variable of the shell" in notes
+    assert "$HOME" not in notes  # a path
+    remarks = "\n".join(translated.remarks)
+    assert "rollout.gpu_memory_utilization: no server samples" in remarks
+    assert "rollout.name: the sampler is built in" in remarks and "trainer.nnodes: " in remarks
+    # What gsm8k has is not printed, and its instruction is not added to other data.
+    command = translated.command()
+    assert "max_prompt_length" not in command and "optim.lr=" not in command
+    assert "critic.path" not in command  # the same as model.path, as without it
+    assert "--config.data.instruction=''" in command
 
 
 def test_commands_of_trl_and_openrlhf():
@@ -479,23 +500,24 @@ def test_commands_of_trl_and_openrlhf():
 
 
 def test_the_command_prints_options_and_what_has_no_counterpart(capsys):
+    """verl's mini-batches of 256 do not divide 8 prompts: the nearest that do have 8."""
     translate_command.main(["translate", "verl", "data.train_batch_size=8", "trainer.nnodes=2"])
     assert capsys.readouterr().out == (
         "python -m jax_ppo.train --config=gsm8k \\\n    --config.data.train_batch_size=8 \\\n"
+        "    --config.actor.ppo_mini_batch_size=8 \\\n"
         "    --config.data.filter_overlong_prompts=false \\\n"
-        "    --config.actor.ppo_mini_batch_size=256 \\\n"
         "    --config.trainer.total_epochs=30 \\\n    --config.trainer.save_freq=-1 \\\n"
         "    --config.trainer.test_freq=-1\n\n"
-        "To look at:\n"
-        "- trainer.nnodes=2: the launcher starts the processes: see docs/launching.md\n"
+        "Results will differ unless you act:\n"
+        "- trainer.nnodes=2: the launcher starts the processes, if more than 1: see "
+        "docs/launching.md\n"
         "- config.actor.ppo_mini_batch_size=256: must divide config.data.train_batch_size=8; "
-        "the nearest divisor is 8\n\n"
-        "Not in the command:\n"
-        "- no program: read as options of main_ppo\n"
-        "- the last 5 options, from config.data.filter_overlong_prompts on: defaults of verl, "
-        "unlike gsm8k\n"
+        "the nearest divisor is 8; changed to '8'\n"
         "- config.model.path=Qwen/Qwen2.5-0.5B-Instruct, config.data.train_files="
-        "hf:openai/gsm8k/main/train-00000-of-00001.parquet: set by gsm8k, not by the command\n"
+        "hf:openai/gsm8k/main/train-00000-of-00001.parquet: set by gsm8k, not by the command\n\n"
+        "Nothing to do:\n"
+        "- no program: read as options of main_ppo\n"
+        "- the last 4 options, from config.data.filter_overlong_prompts on: defaults of verl\n"
     )
 
 
@@ -522,7 +544,9 @@ def test_no_value_runs_as_a_command_of_the_shell(value, quoted):
     """Regression: a value with a dollar sign was put into double quotes as it is."""
     translated = translate("verl", f"trainer.experiment_name={shlex.quote(value)}")
     assert f"--config.experiment_name={quoted} \\\n" in translated.command()
-    assert "config.experiment_name: a" in translated.notes[0]
+    # Variables that are always set, or have a default, need no line.
+    noted = [x for x in translated.notes if x.startswith("config.experiment_name: a")]
+    assert len(noted) == (value[:2] in ("$(", "$A"))
 
 
 @pytest.mark.parametrize(
@@ -536,9 +560,9 @@ def test_no_value_runs_as_a_command_of_the_shell(value, quoted):
         ("openrlhf", "--pretrian none", "pretrian=none: there is no such option"),
         ("trl", "--save_steps 1e400", "config.trainer.save_freq='1e400': expected int"),
         ("trl", "--config ppo.yaml", "config=ppo.yaml: the options in the file are not seen"),
-        ("trl", "--num_sample_generations 3", "num_sample_generations=3: config.trainer.test_freq"),
+        ("trl", "--num_sample_generations 3", "num_sample_generations: config.trainer.test_freq"),
         ("trl", "ppo.yaml", "ppo.yaml: not an option, and not read"),
-        ("verl", "reward.reward_manager=dapo", "reward.reward_manager=dapo: managers are verl's"),
+        ("verl", "reward.reward_manager=dapo", "reward.reward_manager=dapo: naive here; other"),
         ("verl", "actor.optim.warmup_steps=x", "config.actor.optim.lr_warmup_steps='x': expected"),
         ("trl", "--run_name '\x1b[2J'", "config.experiment_name='\\x1b[2J': expected printable"),
         ("trl", "--bf16x '\x1b\n'", "bf16x=·: there is no such option"),
@@ -550,7 +574,8 @@ def test_no_value_runs_as_a_command_of_the_shell(value, quoted):
 def test_nothing_is_lost_without_a_note(framework, words, note):
     translated = translate(framework, f"{PROGRAMS[framework]} {words}")
     unset = translate(framework, PROGRAMS[framework])
-    new = [text for text in translated.notes if text not in unset.notes]
+    unset_lines = unset.notes + unset.remarks
+    new = [text for text in translated.notes + translated.remarks if text not in unset_lines]
     assert len(new) == 1 and new[0].startswith(note), translated.notes
     assert translated.options == unset.options
 
@@ -582,8 +607,10 @@ def test_trl_has_adapters_with_use_peft_alone(words, adapters):
         for name, value in translated.options.items()
         if "lora" in name
     } == adapters
-    ignored = [note for note in translated.notes if note.endswith(": use_peft is False")]
+    ignored = [line for line in translated.remarks if line.endswith(": use_peft is False")]
     assert len(ignored) == (not adapters)
+    # Its adapters have dropout by default.
+    assert any("lora_dropout=0.05" in note for note in translated.notes) == bool(adapters)
 
 
 def test_semicolons_end_words_and_only_whole_words_begin_comments(tmp_path):
@@ -601,6 +628,90 @@ def test_semicolons_end_words_and_only_whole_words_begin_comments(tmp_path):
     assert "config.experiment_name: an expression of the shell, which stays text" in (
         translated.notes
     )
+
+
+SCRIPT = """
+import torch
+from trl import GRPOConfig, GRPOTrainer
+
+MODEL = "Qwen/Qwen2-0.5B"
+length: int = 512
+data = load_dataset("json", data_files={"train": "rows.jsonl"}, split="train")
+CHANGED
+
+def brevity(completions, **kwargs):
+    return [-len(x) for x in completions]
+
+args = GRPOConfig(output_dir="out", learning_rate=5e-6, max_completion_length=length - 256,
+    max_steps=25 * 8, warmup_ratio=0.1, optim="adamw_torch", bf16=torch.cuda.is_bf16_supported(),
+    run_name=f"{MODEL}", scale_rewards=False, top_k=None, temperature=rate, **more)
+model = AutoModelForCausalLM.from_pretrained(MODEL, torch_dtype=torch.bfloat16).to("cuda")
+trainer = GRPOTrainer(model=model, reward_funcs=[brevity], args=args, train_dataset=data,
+    peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+"""
+
+
+def test_a_python_script_is_read_and_never_run(tmp_path, monkeypatch):
+    """Literals, names of them and sums: 512 - 256 tokens, 25 x 8 steps, a tenth of them 20."""
+    monkeypatch.chdir(tmp_path)
+    run = "open('ran', 'w')\nif __name__ == '__main__':\n    trainer.train()\n"
+    Path("grpo.py").write_text(SCRIPT.replace("CHANGED", "") + run)
+    for text in ("grpo.py", "accelerate launch grpo.py --seed 3"):
+        translated = translate("trl", text)
+        expected = {
+            "model.path": "Qwen/Qwen2-0.5B",
+            "data.train_files": "rows.jsonl",
+            "data.max_response_length": "256",
+            "trainer.total_training_steps": "200",
+            "actor.optim.lr_warmup_steps": "20",
+            "algorithm.norm_adv_by_std_in_grpo": "false",
+            "model.lora.rank": "4",
+            "model.lora.alpha": "8",  # PEFT's default, not TRL's
+            "model.lora.targets": "q_proj,v_proj",
+            "reward.function": "grpo_rewards.py:brevity",  # not the script, which trains
+        }
+        assert expected.items() <= translated.options.items()
+        unread = [note for note in translated.notes if note.endswith("not read")]
+        assert [note.partition(":")[0] for note in unread] == [
+            "GRPOConfig(bf16=torch.cuda.is_bf16_supported())",
+            "GRPOConfig(run_name=f'{MODEL}')",
+            "GRPOConfig(temperature=rate)",
+            "GRPOConfig(**more)",
+        ]
+        copied = "grpo_rewards.py: copy the functions in grpo_rewards.py:brevity to this new file"
+        assert copied in translated.notes
+    assert translated.options["seed"] == "3" and not Path("ran").exists()
+    Path("grpo.py").write_text(SCRIPT.replace("CHANGED", "data = data.map(add_prompt)"))
+    translated = translate("trl", "grpo.py")
+    assert "grpo.py:8: map(...) is not read; write the rows that it makes to a file" in (
+        translated.notes
+    )
+    Path("other.py").write_text("trainer = DPOTrainer(args=DPOConfig(beta=0.1))")
+    with pytest.raises(UserError, match="nothing here does the same"):
+        translate("trl", "other.py")
+    Path("other.py").write_text("x = (")
+    with pytest.raises(UserError, match="cannot be read as Python"):
+        translate("trl", "other.py")
+
+
+def test_what_the_run_refuses_becomes_the_nearest_valid_value():
+    """Each command is refused as it is, and its translation is accepted."""
+    lora = (
+        "actor_rollout_ref.model.lora_rank=8 actor_rollout_ref.ref.fsdp_config.param_offload=True"
+    )
+    for flags, name, value in (
+        ("data.train_batch_size=96 actor.ppo_mini_batch_size=50", "actor.ppo_mini_batch_size", 48),
+        ("trainer.save_freq=-7", "trainer.save_freq", -1),
+        ("algorithm.adv_estimator=grpo", "rollout.n", 2),
+        (lora, "algorithm.reference_offload", False),
+        ("rollout.temperature=warm", "rollout.temperature", 1.0),
+    ):
+        translated = translate("verl", f"{PROGRAMS['verl']} {flags}")
+        noted = [note for note in translated.notes if "; changed to '" in note]
+        assert noted[0].startswith(f"config.{name}="), flags
+        words = shlex.split(translated.command().replace("\\\n", ""))
+        config, _ = command_line.read_command_line(["train", *words[3:]])
+        assert option_value(config, name) == value
 
 
 def test_trls_command_needs_no_second_trl():
