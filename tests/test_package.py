@@ -16,7 +16,7 @@ import jax_ppo
 from jax_ppo.config import config_files
 
 ROOT = Path(__file__).parents[1]
-SOURCES = ("jax_ppo", "configs", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("jax_ppo", "configs", "docs", "setup.py", "pyproject.toml", "README.md", "LICENSE")
 
 
 def test_the_version_is_the_same_everywhere():
@@ -65,6 +65,7 @@ def test_the_wheel_has_the_configurations_and_the_type_marker(wheel):
         "jax_ppo/config/peers/verl.toml",
         "jax_ppo/demonstration/model/model.safetensors",
         "jax_ppo/demonstration/model/tokenizer.json",
+        "jax_ppo/docs/metrics.md",
     }
     assert {*files, *shipped} <= set(names)
     assert len(shipped) >= 6

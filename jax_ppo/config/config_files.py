@@ -1,7 +1,8 @@
 """Find configuration files by path or by the name of a shipped one, and call their `get_config`.
 
-The wheel ships the files of the repository's configs/ folder as jax_ppo/configs/ (see setup.py). A
-checkout, and an editable installation of one, uses the folder itself.
+The wheel ships the files of the repository's configs/ folder as jax_ppo/configs/, and the table of
+metrics as jax_ppo/docs/metrics.md (see setup.py). A checkout, and an editable installation of one,
+uses the folders themselves.
 """
 
 import importlib.util
@@ -26,10 +27,10 @@ _SMOKE_BATCH = 8
 _SMOKE_RESPONSE = 24
 
 
-def shipped_folder() -> Path:
-    """Return the folder of the shipped configurations."""
-    installed = _PACKAGE / "configs"
-    return installed if installed.is_dir() else _PACKAGE.parent / "configs"
+def shipped_folder(name: str = "configs") -> Path:
+    """Return a folder of the repository that the wheel ships, by default the configurations."""
+    installed = _PACKAGE / name
+    return installed if installed.is_dir() else _PACKAGE.parent / name
 
 
 def shipped_names() -> list[str]:

@@ -1,10 +1,12 @@
-"""WORKDIR/report.html: curves, responses, options and warnings of a run in one file.
+"""WORKDIR/report.html: outcome, curves, responses, options and warnings of a run in one file.
 
 It needs no network: the plotting library is part of the file. `write_comparison` makes such a file
 of several runs, from what each has written to its folder.
 """
 
+import collections
 import dataclasses
+import functools
 import html
 import importlib.resources
 import itertools
@@ -14,23 +16,44 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from jax_ppo.config.config_files import shipped_folder
 from jax_ppo.config.schema import all_options, flatten_options
 from jax_ppo.errors import UserError
 from jax_ppo.reporting import files
+from jax_ppo.reporting.console import format_duration
 from jax_ppo.reporting.files import collect_versions, replace_file, to_json_value
 from jax_ppo.reporting.sinks import read_metrics_csv
 from jax_ppo.training.progress import Progress
 
-# Figures of tokens that responses can be colored by; the first one is preferred.
-TOKEN_FIGURES = (
-    *("advantages", "kl", "values", "rewards", "returns", "entropies"),
-    *("logprobs", "reference_logprobs", "sampled_logprobs"),
-)
+# Figures of tokens that responses can be colored by, and whether their signs matter; the first one
+# is preferred.
+TOKEN_FIGURES = {
+    **{"advantages": True, "kl": True, "values": False, "rewards": True, "returns": False},
+    **{"entropies": False, "logprobs": False, "reference_logprobs": False},
+    **{"sampled_logprobs": False},
+}
 # Responses and steps that the page holds; rollouts/*.jsonl has all that were logged.
 SHOWN_STEPS = 12
 SHOWN_SAMPLES = 16
 MAX_POINTS = 2000  # of a curve; training_metrics.csv has all steps
 STATE_FILE = "report.json"  # what the page says of a run and no other file has
+# What a run is judged by, the first metric that it has: its name, and which value is the better.
+OUTCOMES = {
+    "eval/accuracy": ("accuracy", max),
+    "eval/reward_mean": ("reward", max),
+    "eval/loss": ("loss", min),
+    "reward/mean": ("training reward", max),
+    "train/loss": ("training loss", min),
+}
+_PLACEHOLDERS = {"K": r"\d+", "NAME": r"[\w/@.-]+", "SOURCE": r"[\w/.-]+"}
+_CRITIC_PARTS = re.compile(r"eval/critic/\w+_(tenth|bin)_\d+")
+_BOUNDS = ("_low", "_high")  # of the interval of a metric
+# Options in which runs of one configuration may differ.
+_OF_ONE_RUN = ("seed", "experiment_name", "data.date")
+
+Run = dict[str, Any]  # what the page holds of a run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,68 +65,72 @@ class Panel:
     curves: dict[str, str]  # metrics by legend entry; "eval/NAME" is of evaluations
 
 
-class RunSamples:
-    """The responses of a run that the page shows."""
-
-    def __init__(self) -> None:
-        self._groups: list[dict[str, Any]] = []
-        self._distributions: list[dict[str, Any]] = []
-
-    def add_logged(self, workdir: Path) -> None:
-        """Show the responses in a run's folder."""
-        for kind, step, records in files.read_samples(workdir):
-            self.add(kind, step, records)
-
-    def add(self, kind: str, step: int, records: Sequence[dict[str, Any]]) -> None:
-        """Show records of responses; of training, also distributions of scores and lengths.
-
-        `kind` is "training" or "evaluation".
-        """
-        if not records:
-            return
-        shown_records = list(records[:SHOWN_SAMPLES])
-        self._groups.append({"name": f"{step} ({kind})", "records": shown_records})
-        # The first group is kept: it shows how the run started.
-        del self._groups[1 : max(1, len(self._groups) - SHOWN_STEPS)]
-        # Evaluations are not comparable: they sample other prompts with other settings.
-        if kind == "training":
-            self._distributions.append(
-                {
-                    "step": step,
-                    "score": [record["score"] for record in records],
-                    "length": [len(record["response_ids"]) for record in records],
-                }
-            )
-
-    def describe(self) -> dict[str, Any]:
-        """Return what the page shows, the newest group first."""
-        return {"samples": self._groups[::-1], "distributions": self._distributions}
-
-
 class HTMLReport:
     """The contents of report.html that a run collects, and the file."""
 
     def __init__(self, workdir: Path, options: dict[str, Any], panels: Sequence[Panel]) -> None:
-        self.samples = RunSamples()
         self._workdir = workdir
         self._options = options
         self._panels = panels
+        self._groups: list[dict[str, Any]] = []
+
+    def add_logged_samples(self) -> None:
+        """Show the responses in the run's folder."""
+        for kind, step, records in files.read_samples(self._workdir):
+            self.add_samples(kind, step, records)
+
+    def add_samples(self, kind: str, step: int, records: Sequence[dict[str, Any]]) -> None:
+        """Show records of responses; `kind` is "training" or "evaluation"."""
+        if records:
+            self._groups.append(_make_group(f"{step} ({kind})", records[:SHOWN_SAMPLES]))
+            # The first group is kept: it shows how the run started.
+            del self._groups[1 : max(1, len(self._groups) - SHOWN_STEPS)]
 
     def write(self, status: str, progress: Progress) -> None:
         """Replace report.html and report.json; `status` says how far the run has come."""
-        name = self._options["experiment_name"]
-        state = {
-            "name": name,
-            "status": status,
-            "warnings": progress.warning_texts(),
-            "changed_options": progress.changed_options,
-            "panels": [dataclasses.asdict(panel) for panel in self._panels],
-            "environment": _describe_versions(),
-        }
+        state = self.describe_state(status, progress.warning_texts(), progress.changed_options)
         with replace_file(self._workdir / STATE_FILE) as temporary:
             temporary.write_text(json.dumps(state, indent=2) + "\n")
-        run = _describe_run(self._workdir, state, self._options, self.samples)
-        _write_page(self._workdir / "report.html", name, [run])
+        _write_page(self._workdir / "report.html", state["name"], [self.describe(state)])
+
+    def describe_state(
+        self, status: str, warnings: Sequence[str], changed_options: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Return what the page says of a run and no other file has."""
+        return {
+            "name": self._options["experiment_name"],
+            "status": status,
+            "warnings": list(warnings),
+            "changed_options": list(changed_options),
+            "panels": [dataclasses.asdict(panel) for panel in self._panels],
+            "environment": [{"cells": [x, str(y)]} for x, y in collect_versions().items()],
+        }
+
+    def describe(self, state: dict[str, Any]) -> Run:
+        """Return what the page holds of a run in this state, with the outcome for its top."""
+        values = flatten_options(self._options)
+        run = {
+            **state,
+            **_describe_metrics(read_metrics_csv(self._workdir / "training_metrics.csv")),
+            "environment": dict(row["cells"] for row in state["environment"]),
+            "samples": self._groups[::-1],
+            # An option that is younger than the run had its default.
+            "options": {x.name: _as_text(values.get(x.name, x.default)) for x in all_options()},
+        }
+        headline, facts = "", []
+        if metric := _find_outcome([run]):
+            name, better = OUTCOMES[metric]
+            points, interval = _find_points(run, metric)
+            ends = [f"{value:.3g}" for value, _, _ in (points[0], points[-1])][-len(points) :]
+            headline = f"{name} {' → '.join(ends)}{interval}"
+            best, step, _ = better(points, key=lambda point: point[0])
+            facts = [f"best {best:.3g} after step {step}"] * (len(points) > 1)
+        if run["tokens"]:
+            seconds = run["hours"][-1] * 3600
+            facts += [f"{format_duration(seconds)} of training"]
+            facts += [f"{run['tokens'] / seconds:,.0f} tokens per second"]
+        facts += [" × ".join(run["environment"].get(f"device_{x}", "?") for x in ("count", "kind"))]
+        return run | {"headline": headline, "facts": facts}
 
 
 def write_comparison(workdirs: Sequence[Path], path: Path) -> None:
@@ -121,11 +148,10 @@ def write_comparison(workdirs: Sequence[Path], path: Path) -> None:
                 f"{workdir}: expected the work directory of a run, which has {STATE_FILE} and "
                 f"config.json after its first step: {error}"
             ) from error
-        samples = RunSamples()
-        samples.add_logged(workdir)
-        run = _describe_run(workdir, state, options, samples)
+        report = HTMLReport(workdir, options, ())
+        report.add_logged_samples()
         is_unique = [other.name for other in workdirs].count(workdir.name) == 1
-        runs.append(run | {"name": workdir.name if is_unique else str(workdir)})
+        runs.append(report.describe(state | {"name": workdir.name if is_unique else str(workdir)}))
     try:
         _write_page(path, ", ".join(run["name"] for run in runs), runs)
     except OSError as error:
@@ -144,35 +170,56 @@ def write_scores_page(
     `options` are all options, as config.json has them; `status` is one line about the responses,
     `notes` are further ones. The records are as `run.sample_reports` makes them.
     """
-    name = options["experiment_name"]
-    run = {
-        "name": name,
-        "status": status,
-        "warnings": list(notes),
-        "changed_options": [],
-        "panels": [],
-        "environment": _describe_versions(),
-        **_describe_metrics(()),
-        "samples": [{"name": "scored", "records": list(records)}],
-        "distributions": [],
-        "options": _describe_options(options),
-    }
-    _write_page(path, f"{name}: scores", [run])
+    report = HTMLReport(path.parent, options, ())
+    report._groups.append(_make_group("scored", records))
+    state = report.describe_state(status, notes)
+    _write_page(path, f"{state['name']}: scores", [report.describe(state)])
 
 
-def _describe_run(
-    workdir: Path, state: dict[str, Any], options: dict[str, Any], samples: RunSamples
-) -> dict[str, Any]:
-    rows = read_metrics_csv(workdir / "training_metrics.csv")
-    return {
-        **state,
-        **_describe_metrics(rows),
-        **samples.describe(),
-        "options": _describe_options(options),
-    }
+def _make_group(name: str, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return records that the page shows together, with the ends of each figure's color scale.
+
+    A signed figure ends at the 95th percentile of its magnitudes, without zeros, and another at its
+    extremes.
+    """
+    scales = {}
+    for figure, is_signed in TOKEN_FIGURES.items():
+        values = np.array([x for record in records for x in record.get(figure) or ()], float)
+        values = values[np.isfinite(values)]
+        if values.any():
+            size = np.percentile(np.abs(values[values != 0]), 95)
+            low, high = (-size, size) if is_signed else (values.min(), values.max())
+            scales[figure] = {"low": low, "high": high, "signed": is_signed}
+    return {"name": name, "records": list(records), "scales": scales}
 
 
-def _describe_metrics(rows: Sequence[dict[str, str]]) -> dict[str, Any]:
+@functools.cache
+def read_metrics_table() -> dict[str, tuple[str, str]]:
+    """Return unit and meaning of each metric by the name that docs/metrics.md has for it."""
+    path = shipped_folder("docs") / "metrics.md"
+    table: dict[str, tuple[str, str]] = {}
+    # A copy of the package alone has no pages: its reports lack the meanings.
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        if line.startswith("| `"):
+            plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", line)
+            _, names, *facts = re.split(r" *(?<!\\)\| *", plain)
+            unit, meaning = (re.sub(r"[`\\]", "", x) for x in facts[:2])
+            table |= dict.fromkeys(re.findall("`([^`]+)`", names), (unit, meaning))
+    return table
+
+
+@functools.cache
+def describe_metric(name: str) -> tuple[str, str] | None:
+    """Return unit and meaning of a metric; `None` if docs/metrics.md does not have it."""
+    # The name itself precedes those that stand for others.
+    for known, facts in sorted(read_metrics_table().items(), key=lambda item: item[0] != name):
+        pattern = re.sub("[A-Z]+", lambda word: _PLACEHOLDERS[word[0]], re.escape(known))
+        if re.fullmatch(pattern, name):
+            return facts
+    return None
+
+
+def _describe_metrics(rows: Sequence[dict[str, str]]) -> Run:
     """Return the steps, and the values of each metric, `None` in steps without it."""
     # Evaluations are rare: a row that has one is kept.
     stride = -(-len(rows) // MAX_POINTS) or 1
@@ -185,17 +232,150 @@ def _describe_metrics(rows: Sequence[dict[str, str]]) -> dict[str, Any]:
     names = sorted({name for row in kept for name, value in row.items() if value} - {"step"})
     values = {name: [float(row[name]) if row.get(name) else None for row in kept] for name in names}
     # Hours of training: evaluations and pauses between two starts are not counted.
-    seconds = itertools.accumulate(float(row.get("seconds/step") or 0.0) for row in rows)
-    hours = {row["step"]: total / 3600 for row, total in zip(rows, seconds, strict=True)}
+    seconds = [float(row.get("seconds/step") or 0.0) for row in rows]
+    speeds = [float(row.get("tokens_per_second") or 0.0) for row in rows]
+    totals = itertools.accumulate(seconds)
+    hours = {row["step"]: total / 3600 for row, total in zip(rows, totals, strict=True)}
+    # The newest evaluation of the critic, in each of ten parts.
+    critic = collections.defaultdict(list)
+    for name in sorted(filter(_CRITIC_PARTS.fullmatch, names), key=lambda x: (len(x), x)):
+        figure = name.removeprefix("eval/critic/").rpartition("_")[0]
+        critic[figure].append([x for x in values[name] if x is not None][-1])
     return {
         "steps": [int(row["step"]) for row in kept],
         "hours": [hours[row["step"]] for row in kept],
+        "tokens": float(np.dot(seconds, speeds)),
         "metrics": values,
+        "critic": critic,
     }
 
 
-def _write_page(path: Path, title: str, runs: Sequence[dict[str, Any]]) -> None:
-    data = {"title": title, "runs": runs, "figures": TOKEN_FIGURES}
+def _find_outcome(runs: Sequence[Run]) -> str | None:
+    """Return the metric that all runs are judged by, or most of them; `None` without one."""
+    counts = {name: sum(name in run["metrics"] for run in runs) for name in OUTCOMES}
+    name = max(counts, key=lambda name: counts[name])
+    return name if counts[name] else None
+
+
+def _find_points(run: Run, metric: str) -> tuple[list[tuple[float, int, float]], str]:
+    """Return value, step and seconds of training of each row with the metric; the last interval."""
+    columns = [run["metrics"].get(metric + end, []) for end in ("", *_BOUNDS)]
+    rows = zip(columns[0], run["steps"], run["hours"], strict=bool(columns[0]))
+    points = [(value, step, hours * 3600) for value, step, hours in rows if value is not None]
+    ends = [f"{[x for x in column if x is not None][-1]:.3g}" for column in columns[1:] if column]
+    between = " to " if "-" in "".join(ends) else "–"
+    return points, f" (95\u00a0% {between.join(ends)})" if ends else ""
+
+
+def _compare_runs(runs: Sequence[Run]) -> list[list[str]]:
+    """Return the rows of a table of the runs' outcomes, the header first.
+
+    The level is 90 % of the way from the first figure to the best of all runs.
+    """
+    metric = _find_outcome(runs)
+    name, better = OUTCOMES.get(metric or "", ("", max))
+    found = [_find_points(run, metric or "") for run in runs]
+    level = 0.0
+    if values := [value for points, _ in found for value, _, _ in points]:
+        level = float(f"{values[0] + 0.9 * (better(values) - values[0]):.2g}")
+    marks = [f"steps to {level:g}", f"time to {level:g}"]
+    table = [["run", f"first {name}", "best", "last", *marks, "tokens", "state"]]
+    for run, (points, interval) in zip(runs, found, strict=True):
+        cells = ["–"] * 5
+        if points:
+            best, step, _ = better(points, key=lambda point: point[0])
+            cells[:2] = [f"{points[0][0]:.3g}", f"{best:.3g} after step {step}"]
+            cells[2] = f"{points[-1][0]:.3g}{interval}"
+        reached = [point for point in points if better(point[0], level) == point[0]]
+        for _, step, seconds in reached[:1]:
+            cells[3:] = [str(step), format_duration(seconds)]
+        table.append([run["name"], *cells, f"{run['tokens']:,.0f}", run["status"]])
+    return table
+
+
+def _average_seeds(runs: Sequence[Run]) -> list[Run | int]:
+    """Return the mean of the runs of each configuration, or the place of its one run."""
+    groups = collections.defaultdict(list)
+    for place, run in enumerate(runs):
+        groups[str(run["options"] | dict.fromkeys(_OF_ONE_RUN))].append(place)
+    return [
+        _average_runs([runs[place] for place in places]) if len(places) > 1 else places[0]
+        for places in groups.values()
+    ]
+
+
+def _average_runs(runs: Sequence[Run]) -> Run:
+    """Return the means of runs in the steps that all have, with the extremes as their bounds."""
+    steps = sorted(set.intersection(*(set(run["steps"]) for run in runs)))
+    places = [[run["steps"].index(step) for step in steps] for run in runs]
+
+    def gather(columns: list[list]) -> np.ndarray:
+        rows = [[x[place] for place in at] for x, at in zip(columns, places, strict=True)]
+        return np.array(rows, float)  # [runs, steps], `None` as NaN
+
+    metrics: dict[str, np.ndarray] = {}
+    for name in sorted(set.intersection(*(set(run["metrics"]) for run in runs))):
+        if not name.endswith(_BOUNDS):
+            values = gather([run["metrics"][name] for run in runs])
+            columns = (values.mean(0), values.min(0), values.max(0))
+            metrics |= {name + x: y for x, y in zip(("", *_BOUNDS), columns, strict=True)}
+    return {
+        "name": f"{runs[0]['name']} (mean of {len(runs)} seeds)",
+        "steps": steps,
+        "hours": gather([run["hours"] for run in runs]).mean(0),
+        "metrics": metrics,
+        "critic": {
+            name: np.mean([run["critic"][name] for run in runs], axis=0)
+            for name in runs[0]["critic"]
+            if all(name in run["critic"] for run in runs)
+        },
+    }
+
+
+def _choose_panels(runs: Sequence[Run]) -> tuple[list[dict[str, Any]], list[list[str]]]:
+    """Return the panels of the page, and name, unit and meaning of metrics that none of them shows.
+
+    Curves that are 0 in all steps are left out, and of panels with equal curves the later is shown.
+    """
+    by_title = {panel["title"]: panel for run in runs for panel in run["panels"]}
+    names = sorted({name for run in runs for name in run["metrics"]})
+    shown = {*filter(_CRITIC_PARTS.fullmatch, names)}
+    chosen: dict[str, dict[str, Any]] = {}
+    for panel in by_title.values():
+        curves, values = {}, []
+        for key, metric in panel["curves"].items():
+            column = [x for run in runs for x in run["metrics"].get(metric, ())]
+            if any(column):
+                curves[key] = metric
+                # Equal but for rounding.
+                values.append([x if x is None else f"{x:.5g}" for x in column])
+                shown |= {metric + end for end in ("", *_BOUNDS)}
+        if curves:
+            twin = chosen.pop(str(values), None)
+            title = f"{panel['title']} = {twin['title']}" if twin else panel["title"]
+            chosen[str(values)] = panel | {"curves": curves, "title": title}
+    further = [[name, *(describe_metric(name) or ("", ""))] for name in names if name not in shown]
+    return list(chosen.values()), further
+
+
+def _write_page(path: Path, title: str, runs: Sequence[Run]) -> None:
+    panels, further = _choose_panels(runs)
+    averages = _average_seeds(runs)
+    last = max((step for run in runs for step in run["steps"]), default=1)
+    ticks = (factor * 10**power for power in range(12) for factor in (1, 2, 5))
+    bins = [x for run in runs for name in ("value_bin", "return_bin") for x in run["critic"][name]]
+    data = {
+        "title": title,
+        "runs": runs,
+        "averages": averages if len(averages) < len(runs) else None,
+        "comparison": _compare_runs(runs),
+        "panels": panels,
+        "further": further,
+        "tick": next(tick for tick in ticks if last <= 5 * tick),  # of steps
+        "calibration": [min([0.0, *bins]), max([1.0, *bins])],
+        "figures": list(TOKEN_FIGURES),
+        "defaults": {x.name: [_as_text(x.default), x.facts.doc] for x in all_options()},
+    }
     # Escaped, so that no text of a model can end the script element.
     text = json.dumps(to_json_value(data), allow_nan=False).replace("<", "\\u003c")
     parts = {
@@ -209,21 +389,8 @@ def _write_page(path: Path, title: str, runs: Sequence[dict[str, Any]]) -> None:
         temporary.write_text(page, encoding="utf-8", errors="replace")
 
 
-def _describe_options(options: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of the table of options, changed ones first."""
-    table = []
-    values = flatten_options(options)
-    for option in all_options():
-        # An option that is younger than the run had its default.
-        value = values.get(option.name, option.default)
-        texts = ["unset" if x is None else str(x) for x in (value, option.default)]
-        cells = [option.name, *texts, option.facts.doc]
-        table.append({"cells": cells, "changed": value != option.default})
-    return sorted(table, key=lambda row: not row["changed"])
-
-
-def _describe_versions() -> list[dict[str, Any]]:
-    return [{"cells": [name, str(value)]} for name, value in collect_versions().items()]
+def _as_text(value: Any) -> str:
+    return "unset" if value is None else str(value)
 
 
 def _read_resource(package: str, name: str) -> str:

@@ -29,6 +29,7 @@ from jax_ppo.runtime.heartbeat import activity
 from jax_ppo.training.progress import Progress
 
 _TIME_FORMAT = "%Y-%m-%d %H:%M %Z"
+SPEED_PANEL = Panel("speed", "tokens per second", {"all devices": "tokens_per_second"})
 REPORT_FREQUENCY = 20  # steps between updates of report.html, besides evaluations and samples
 # Beginnings of fields of generation_config.json that change no token; ids are the run's own.
 _NEUTRAL_DEFAULTS = ("_", "transformers_version", "use_cache", "output_")
@@ -88,7 +89,7 @@ class Journal:
             command_line.write_config(options, workdir)
             work_directory.fetch_folder(workdir, files.SAMPLES_FOLDER)
             files.drop_samples_after(workdir, progress.step)
-            self._report.samples.add_logged(workdir)
+            self._report.add_logged_samples()
         self._bar = console.ProgressBar(total_steps, progress.step)
         self._lines = console.StepLines(total_steps, layout.columns)
         self._first_step = progress.step
@@ -243,7 +244,7 @@ class Journal:
         """Write sampled responses to a file and to the report; see `files.write_samples`."""
         if distributed.is_main():
             files.write_samples(self._workdir, kind, step, records)
-            self._report.samples.add(kind, step, records)
+            self._report.add_samples(kind, step, records)
             self._write_report(step)
 
     def write_evaluation(
@@ -341,15 +342,6 @@ class Journal:
             if self._last_seconds and step < self._total_steps:
                 end += f", about {self._seconds_left(step) / 60:,.0f} min left"
         status += end
-        if self.progress.evaluations:
-            latest = self.progress.evaluations[-1]
-            figures = [
-                f"{name.replace('_', ' ')} {value:.4g}"
-                for name, value in latest.items()
-                # The page has plots of the critic's many figures.
-                if name != "step" and not name.startswith("critic/") and isinstance(value, float)
-            ]
-            status += f"; evaluation after step {latest['step']}: {', '.join(figures)}"
         try:
             self._report.write(status, self.progress)
         except OSError as error:  # other files hold what it shows: the run goes on

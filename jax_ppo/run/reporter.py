@@ -56,11 +56,21 @@ PANELS = (
     Panel("entropy", "nats per token", {"entropy": "actor/entropy"}),
     Panel("response length", "tokens", {
         "mean": "response_length/mean", "max": "response_length/max"}),
+    Panel("truncated responses", "share of responses", {
+        "training": "response_length/truncated_share"}),
+    Panel("approximate KL of an update", "nats per token", {"KL": "actor/approx_kl"}),
     Panel("clip fraction", "share of tokens", {
         "actor": "actor/clip_fraction", "critic": "critic/clip_fraction"}),
     Panel("explained variance", "share", {
         "critic": "critic/explained_variance", "evaluation": "eval/critic/explained_variance"}),
     Panel("losses", "loss", {"actor": "actor/loss", "critic": "critic/loss"}),
+    Panel("gradient norm", "before clipping", {
+        "actor": "actor/grad_norm", "critic": "critic/grad_norm"}),
+    Panel("learning rate", "", {"actor": "actor/lr", "critic": "critic/lr"}),
+    journal.SPEED_PANEL,
+    Panel("time per phase", "seconds", {
+        "sampling": "seconds/rollout", "update": "seconds/update",
+        "forward passes": "seconds/forward", "rewards": "seconds/reward"}),
 )
 LAYOUT = journal.ReportLayout(
     columns=COLUMNS, panels=PANELS, learning_rate_option="actor.optim.lr",

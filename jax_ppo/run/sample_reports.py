@@ -175,7 +175,7 @@ def describe_samples(
         "turn_starts": rollout.turn_starts,
     }
     masks = {name: placement.to_host(mask) for name, mask in found.items() if mask is not None}
-    n = len(rewards) // len(batch.examples)
+    n, first = len(rewards) // len(batch.examples), address.get("sample", 0)
     records = []
     for row in map(int, rows):
         example = batch.examples[row // n]
@@ -192,7 +192,9 @@ def describe_samples(
                 "answer": rule_rewards.answers.get(row),
                 "correct": None if np.isnan(correct[row]) else bool(correct[row]),
                 "truncated": bool(truncated[row]),
-                "address": address | {"sample": address.get("sample", 0) + row},
+                "address": address | {"sample": first + row},
+                "prompt_index": (first + row) // n,
+                "sample_index": row % n,
                 "prompt_ids": np.asarray(prompt_ids).tolist(),
                 "response_ids": response_ids,
                 "tokens": decode_tokens(tokenizer, last_id, response_ids),

@@ -31,7 +31,12 @@ def _layout(figures: tuple[console.Column, ...], panels: tuple[Panel, ...]) -> j
             console.Column("seconds/step", 4, 2, unit=" s"),
             console.Column("tokens_per_second", 7, 0, unit=" tok/s", least_terminal=70),
         ),
-        panels=(*panels, Panel("gradient", "norm before clipping", {"norm": "train/grad_norm"})),
+        panels=(
+            *panels,
+            Panel("gradient norm", "before clipping", {"norm": "train/grad_norm"}),
+            Panel("learning rate", "", {"rate": "train/lr"}),
+            journal.SPEED_PANEL,
+        ),
         learning_rate_option="supervised.optim.lr",
         best_metric="train/loss",
         best_value=min,

@@ -10,6 +10,7 @@ import numpy as np
 import doc_pages
 import metrics_page
 from jax_ppo.kernels import importance
+from jax_ppo.reporting import html_report
 from jax_ppo.run import critic_quality, evaluation_statistics
 from jax_ppo.run.reporter import COLUMNS, CRITIC_COLUMNS, PANELS
 from jax_ppo.training.supervised_step import LANGUAGE, PREFERENCE
@@ -136,3 +137,16 @@ def test_what_the_console_and_the_curves_show_stands_on_the_page():
     shown |= {name for panel in PANELS for name in panel.curves.values()}
     assert metrics_page.unknown(shown) == set()
     assert metrics_page.unknown({"actor/los", "eval/pass@k"}) == {"eval/pass@k"}
+
+
+def test_a_report_can_show_unit_and_meaning_of_a_metric_without_its_neighbours():
+    table = html_report.read_metrics_table()
+    assert sorted(table) == sorted(metrics_page.documented())
+    for name, (unit, meaning) in table.items():
+        assert unit and meaning, name
+        assert not re.search(r"as above|^the same|the actor's$|^its |[`\\]|\]\(", meaning), name
+        assert not re.search(r"as above|as the", unit), name
+    assert html_report.describe_metric("eval/pass@16") == table["eval/pass@K"]
+    assert html_report.describe_metric("reward/turns") == table["reward/turns"]
+    assert html_report.describe_metric("reward/mine") == table["reward/NAME"]
+    assert "|log-prob difference|" in table["rollout/exp_abs_log_ratio_mean"][1]

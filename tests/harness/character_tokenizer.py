@@ -10,5 +10,8 @@ class CharacterTokenizer:
     def batch_decode(self, rows, skip_special_tokens):
         return ["".join(map(chr, row)) for row in rows]
 
+    def decode(self, ids, clean_up_tokenization_spaces):
+        return "".join(map(chr, ids))
+
     def encode(self, text, add_special_tokens, verbose):
         return list(map(ord, text))

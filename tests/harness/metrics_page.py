@@ -3,8 +3,9 @@
 import pathlib
 import re
 
+from jax_ppo.reporting import html_report
+
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "metrics.md"
-_PLACEHOLDERS = {"K": r"\d+", "NAME": r"[\w/@.-]+", "SOURCE": r"[\w/.-]+"}
 
 
 def documented() -> list[str]:
@@ -15,8 +16,4 @@ def documented() -> list[str]:
 
 def unknown(metrics: set[str]) -> set[str]:
     """Return the metrics that no name of the page stands for."""
-    patterns = [
-        re.sub("|".join(_PLACEHOLDERS), lambda match: _PLACEHOLDERS[match[0]], re.escape(name))
-        for name in documented()
-    ]
-    return {name for name in metrics if not any(re.fullmatch(p, name) for p in patterns)}
+    return {name for name in metrics if html_report.describe_metric(name) is None}

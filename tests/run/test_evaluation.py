@@ -1,15 +1,18 @@
 """Held-out averages: every prompt counts once, and every response is sampled independently."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ppo.data.prompt_batches import evaluation_batches
+from character_tokenizer import CharacterTokenizer
+from jax_ppo.data.prompt_batches import PromptBatch, evaluation_batches
 from jax_ppo.data.tokenize_prompts import PromptDataset
 from jax_ppo.run.evaluation import evaluate_batches
-from jax_ppo.run.sample_reports import measure_sampling
-from jax_ppo.types import NOTHING, Example, Rollout, with_nan
+from jax_ppo.run.sample_reports import describe_samples, measure_sampling
+from jax_ppo.types import NOTHING, Example, Prompts, Rollout, with_nan
 
 N = 2  # responses per prompt
 
@@ -122,3 +125,23 @@ def test_accuracy_is_of_the_rows_whose_rule_defines_correctness():
             rollout, jnp.full(4, NOTHING), jnp.zeros(4), None, responses_per_prompt=2, step=0
         )
     assert with_nan(undefined["reward/accuracy"]).tolist() == pytest.approx(np.nan, nan_ok=True)
+
+
+def test_a_record_names_its_prompt_and_its_sample_of_it():
+    """The second batch of an evaluation with two responses to each of two prompts."""
+    rollout = Rollout(
+        prompts=None,
+        responses=jnp.full((4, 1), ord("x")),
+        lengths=jnp.ones(4, jnp.int32),
+        logprobs=None,
+        truncated=jnp.zeros(4, bool),
+        action_mask=None,
+    )
+    prompts = Prompts(tokens=np.full((2, 1), ord("?")), lengths=np.ones(2, int))
+    batch = PromptBatch((Example("?", "mine"),) * 2, prompts, np.arange(2), 2)
+    rewarded = types.SimpleNamespace(correct=jnp.ones(4), answers={})
+    records = describe_samples(
+        range(4), batch, rollout, np.ones(4), rewarded, CharacterTokenizer(), {"sample": 4}
+    )
+    places = [(x["prompt_index"], x["sample_index"], x["address"]["sample"]) for x in records]
+    assert places == [(2, 0, 4), (2, 1, 5), (3, 0, 6), (3, 1, 7)]
