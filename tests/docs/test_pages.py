@@ -34,6 +34,16 @@ def test_the_readme_has_at_most_1000_words():
     assert len(words) <= 1000
 
 
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/getting-started.md", "docs/ppo-step.md", "docs/data-and-rewards.md"]
+)
+def test_blocks_are_as_narrow_as_the_sites_column(name):
+    page = doc_pages.ROOT / name
+    blocks = [b for kind in ("text", "bash") for b in doc_pages.blocks(page, kind)]
+    lines = [line for block in blocks for line in block.text.splitlines()]
+    assert [x for x in lines if len(x) > 80 and not x.startswith("error: ")] == []
+
+
 def test_the_first_run_is_promised_the_same_figures_everywhere():
     for name in ("README.md", "docs/getting-started.md", "configs/arithmetic.py"):
         text = " ".join((doc_pages.ROOT / name).read_text().split())
