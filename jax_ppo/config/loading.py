@@ -13,7 +13,6 @@ import decimal
 import json
 import math
 import operator
-import os
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -90,9 +89,8 @@ def load_config(
         find_option(name)
         if name == "reward.function" and callable(value):
             raise UserError(f"config.{name}: pass a function as train(config, workdir, reward=f)")
-        is_text = isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)
-        is_rows = not (is_text or isinstance(value, str | os.PathLike | None))
-        if name in ("data.train_files", "data.val_files") and is_rows:
+        is_text = isinstance(value, str | list | tuple) and all(isinstance(x, str) for x in value)
+        if name in ("data.train_files", "data.val_files") and not (is_text or value is None):
             by_name[name] = keep_rows(value, f"config.{name}")
     return override_options(values, by_name, command)
 
@@ -104,9 +102,9 @@ def keep_rows(rows: Any, option: str) -> str:
     """
     kind = type(rows).__name__
     if isinstance(rows, Mapping) or not hasattr(rows, "__len__"):  # a DatasetDict; a generator
-        names = f" of {shorten(', '.join(map(str, rows)))}" if isinstance(rows, Mapping) else ""
+        kind += f" of {shorten(', '.join(map(str, rows)))}" if isinstance(rows, Mapping) else ""
         raise UserError(
-            f"{option}: expected a list of dicts, a DataFrame or a Dataset, got a {kind}{names}"
+            f"{option}: expected a text, a list of dicts, a DataFrame or a Dataset, got a {kind}"
         )
     if hasattr(rows, "itertuples"):  # of pandas
         if not rows.columns.is_unique:

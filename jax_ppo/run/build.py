@@ -171,9 +171,8 @@ def _read_rows(
         rule = _resolve_rule(config.reward, ruled)
     if isinstance(rule, RewardThreads):
         report(
-            f"note: {config.reward.function} runs in this process: a call that exceeds "
-            f"config.reward.timeout={config.reward.timeout:g} seconds counts as failed but goes "
-            "on, where a function in a file, FILE.py:NAME, would be stopped"
+            "note: the reward function runs in this process: a call that exceeds "
+            f"config.reward.timeout={config.reward.timeout:g} counts as failed, but cannot be ended"
         )
     if rule is not None and samples_data:
         for line in try_first_rows(examples, config.reward):

@@ -580,7 +580,8 @@ def test_load_config_overrides_by_keyword_and_by_dotted_name(config_file):
         ((), {"reward__function": "__main__:f"}, r"main__:f': .* reward=f\), or save .*FILE.py:f"),
         ((), {"reward__terms": "__main__:f:1"}, r"main__:f:1': .* workdir, reward=f\), or save"),
         ((), {"data__train_files": {"a": [1], "b": [2]}}, r"got a dict of a, b"),
-        ((), {"data__train_files": iter([{}])}, "a list of dicts, a DataFrame or .*list_iterator"),
+        ((), {"data__val_files": pathlib.Path("a")}, "expected a text, a list of .* a PosixPath"),
+        ((), {"data__train_files": iter([{}])}, "list of dicts, a DataFrame or .* list_iterator"),
         ((), {"data__val_files": [{"a": {1}}]}, r"val_files: a row .* JSON: a set is neither"),
     ],
 )

@@ -961,7 +961,7 @@ def test_a_notebook_shows_the_report_of_a_run(watched: WatchedRun, monkeypatch):
 def test_a_resumed_run_compares_the_rows_and_the_source_of_a_program(
     files: pathlib.Path, watched: WatchedRun, capsys
 ):
-    assert "config.reward.timeout=60 seconds counts as failed but goes on" in watched.output
+    assert "config.reward.timeout=60 counts as failed, but cannot be ended" in watched.output
     config = load_own_config(files)
     jax_ppo.train(config, watched.workdir, reward=share_of_digits)
     assert "until the checkpoint" not in capsys.readouterr().out
