@@ -213,9 +213,8 @@ def _describe_memory(run: PPOMemory | SupervisedMemory) -> Iterator[str]:
         f"  arrays that stay, per device: {least.peak / GIB:.3g} GiB{of_limit} ({least}); the rest "
         "is temporary: activations, logits and the decoding cache"
     )
-    changes = [words for words, _ in run.changes.save_temporary_memory()]
-    if changes:
-        yield f"  less that is temporary: {' or '.join(changes)}"
+    for words, _ in run.changes.leave_sizes():
+        yield f"  less that is temporary: {words}, chosen by the memory"
     for remedy in run.rank_remedies(least.peak)[:_MAX_REMEDIES]:
         saved = least.peak - remedy.needed
         yield f"  less that stays: {remedy.options} saves {saved / GIB:.3g} GiB"

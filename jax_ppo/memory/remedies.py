@@ -8,9 +8,10 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jax_ppo.config import validation
+from jax_ppo.config.loading import AUTO
 from jax_ppo.config.option import option_value
 from jax_ppo.config.rollout_options import RolloutMesh
-from jax_ppo.config.schema import Config, replace_options
+from jax_ppo.config.schema import Config, all_options, replace_options
 from jax_ppo.errors import UserError
 from jax_ppo.kernels.platform import target_platform
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS
@@ -20,11 +21,6 @@ from jax_ppo.training.roles import RunRole, resolve_roles
 _LORA_RANK = 16  # suggestions propose adapters of this rank, and an estimator without requirements
 _WITHOUT_CRITIC = ADVANTAGE_ESTIMATORS.names(lambda entry: not any(entry.needs))[0]
 _MODEL_PARALLELISM = (2, 4, 8)
-_ROWS = (  # options of the packed rows of a device at once
-    "actor.ppo_micro_batch_size_per_device",
-    "critic.ppo_micro_batch_size_per_device",
-    "rollout.logprob_micro_batch_size_per_device",
-)
 # Options of the types in which the trained parameters, their moments and gradients are stored.
 _STORED = ("param_dtype", "moments_dtype", "gradient_dtype")
 _FIRST_CHANGES = 3  # pairs begin with one of the best single changes
@@ -93,9 +89,13 @@ class PossibleChanges:
     def __iter__(self) -> Iterator[Change]:
         return filter(_is_allowed, self._all())
 
-    def save_temporary_memory(self) -> Iterator[Change]:
-        """Return changes that save temporary memory only, by more computation or smaller parts."""
-        return filter(_is_allowed, self._save_temporary_memory())
+    def leave_sizes(self) -> Iterator[Change]:
+        """Yield the change that lets the run choose the sizes that are set, if there are any."""
+        names = [option.name for option in all_options() if option.facts.is_automatic]
+        are_set = [name for name in names if option_value(self.config, name) is not None]
+        if are_set:
+            words = " and ".join(f"config.{name}={AUTO}" for name in are_set)
+            yield words, replace_options(self.config, dict.fromkeys(are_set))
 
     def save_time(self) -> Iterator[Change]:
         """Return changes that compute or exchange less, for more memory."""
@@ -107,7 +107,7 @@ class PossibleChanges:
 
     def _all(self) -> Iterator[Change]:
         yield from self._other_meshes()
-        yield from self._save_temporary_memory()
+        yield from self.leave_sizes()
         yield from self._use_host_memory()
         yield self._change({"rollout.quantization": "int8"})
         yield self._store_bfloat16()
@@ -155,46 +155,15 @@ class PossibleChanges:
         names = [f"{section}.optim.{name}" for section in sections for name in _STORED]
         return words, replace_options(self.config, dict.fromkeys(names, "bfloat16"))
 
-    def _save_temporary_memory(self) -> Iterator[Change]:
-        config = self.config
-        yield from self._recompute()
-        for name in _ROWS:
-            rows = option_value(config, name)  # unset, the others follow the actor's
-            if rows != 1 and (rows or name.startswith("actor.")):
-                yield self._change({name: 1})
-        slots = min(config.rollout.max_num_seqs or self._samples, self._samples) // 4
-        if slots:
-            yield self._change({"rollout.max_num_seqs": slots})
-
     def _save_time(self) -> Iterator[Change]:
-        config, shape = self.config, self.mesh.shape
-        if config.model.gradient_checkpointing:
+        shape = self.mesh.shape
+        if self.config.model.gradient_checkpointing:
             yield self._change({"model.gradient_checkpointing": False})
         if shape["fsdp"] > 1:
             yield self._change({"mesh.data": shape["data"] * shape["fsdp"], "mesh.fsdp": 1})
-        for name in _ROWS:
-            rows = option_value(config, name)
-            if isinstance(rows, int):
-                yield self._change({name: 4 * rows})
-        if (config.rollout.max_num_seqs or self._samples) < self._samples:
-            yield self._change({"rollout.max_num_seqs": self._samples})
 
-    @property
-    def _samples(self) -> int:
-        prompts = meshes.rows_per_shard(self.mesh, self.config.data.train_batch_size)
-        return prompts * self.config.rollout.n
-
-    def _recompute(self) -> Iterator[Change]:
-        change = self._change(
-            {"model.gradient_checkpointing": True, "model.gradient_checkpointing_policy": "full"},
-            joined_by=" with ",
-        )
-        # Unset, activations are recomputed already.
-        if self.config.model.gradient_checkpointing is not None and change[1] != self.config:
-            yield change
-
-    def _change(self, values: dict[str, Any], joined_by: str = " and ") -> Change:
-        words = joined_by.join(f"config.{name}={value}" for name, value in values.items())
+    def _change(self, values: dict[str, Any]) -> Change:
+        words = " and ".join(f"config.{name}={value}" for name, value in values.items())
         return words, replace_options(self.config, values)
 
     def _split_copies(self) -> Change:
@@ -209,10 +178,4 @@ class SupervisedChanges(PossibleChanges):
     def __iter__(self) -> Iterator[Change]:
         yield self._split_copies()
         names = [f"supervised.optim.{name}" for name in _STORED]
-        yield self._change(dict.fromkeys(names, "bfloat16"), joined_by=" with ")
-
-    def save_temporary_memory(self) -> Iterator[Change]:
-        """Return changes that save temporary memory only."""
-        yield from self._recompute()
-        if self.config.supervised.micro_batch_size_per_device != 1:
-            yield self._change({"supervised.micro_batch_size_per_device": 1})
+        yield self._change(dict.fromkeys(names, "bfloat16"))

@@ -156,30 +156,16 @@ def test_the_hosts_memory_is_a_remedy_where_devices_have_their_own():
     assert not [words for words in adapters if "reference_offload" in words]
 
 
-def test_less_temporary_memory_begins_with_what_is_not_yet_so():
-    mesh = tiny.make_mesh(1)
-
+def test_sizes_that_are_set_may_be_left_to_the_run():
     def words(**changes):
-        return [
-            words
-            for words, _ in PossibleChanges(tiny.config(**changes), mesh).save_temporary_memory()
-        ]
+        sizes = PossibleChanges(tiny.config(**changes), tiny.make_mesh()).leave_sizes()
+        return [words for words, _ in sizes]
 
-    full = (
-        "config.model.gradient_checkpointing=True with "
-        "config.model.gradient_checkpointing_policy=full"
-    )
-    assert words()[:2] == [full, "config.actor.ppo_micro_batch_size_per_device=1"]
-    rows = words(
-        model__gradient_checkpointing=True,
-        actor__ppo_micro_batch_size_per_device=1,
-        critic__ppo_micro_batch_size_per_device=2,
-        rollout__logprob_micro_batch_size_per_device=4,
-    )
-    assert rows[:2] == [
-        "config.critic.ppo_micro_batch_size_per_device=1",
-        "config.rollout.logprob_micro_batch_size_per_device=1",
+    assert words(critic__ppo_micro_batch_size_per_device=2, rollout__max_num_seqs=4) == [
+        "config.model.gradient_checkpointing=auto and "
+        "config.critic.ppo_micro_batch_size_per_device=auto and config.rollout.max_num_seqs=auto"
     ]
+    assert words(model__gradient_checkpointing=None) == []
 
 
 def test_the_limit_is_that_of_the_smallest_device(monkeypatch):
