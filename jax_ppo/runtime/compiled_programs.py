@@ -87,14 +87,8 @@ def program(
     return functools.partial(CompiledProgram, name=name, **jit_options)
 
 
-_WORDS = {  # of names of programs, on the console
-    "update_": "the update of the ",
-    "forward_": "the forward pass of the ",
-    "sample": "the sampler",
-    "estimate": "the advantages",
-    "train_step": "the update",
-    "_": " ",
-}
+# On the console, parts of the names of programs are words.
+_WORDS = {"update_": "the update of the ", "forward_": "the forward pass of the ", "_": " "}
 # Options of `jax.jit` with which programs round what they have in common alike. By default XLA
 # rounds a bfloat16 where a program stores it, not where it is only passed on.
 ROUNDED_ALIKE = {"compiler_options": {"xla_allow_excess_precision": False}}

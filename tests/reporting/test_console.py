@@ -169,11 +169,6 @@ class TestSampleTable:
         {"prompt": "\x1b[2Jtab\there", "response": "答案是二" * 40, "score": 0.0, "correct": None},
     ]
 
-    @pytest.mark.parametrize("width", [1, 5, 21, 24])
-    def test_a_terminal_of_any_width_shows_it(self, width):
-        table = console.format_sample_table([self.ROWS[0]], width)
-        assert "prompt" in table and "response" in table
-
     def test_each_response_stands_below_its_prompt(self):
         head, *rows = console.format_sample_table(self.ROWS, 80).splitlines()
         assert head.split()[:3] == ["score", "correct", "prompt"]
@@ -198,13 +193,13 @@ class TestSampleTable:
         lines = console.format_sample_table(rows, 80).splitlines()
         assert [line[19:] for line in lines[1::2]] == shown
 
-    @pytest.mark.parametrize("width", [40, 61, 100])
+    @pytest.mark.parametrize("width", [1, 40, 61, 100])
     def test_lines_are_narrower_than_the_terminal(self, width):
         def columns(line):
             return sum(2 if "一" <= c <= "鿿" else 1 for c in line)
 
         lines = console.format_sample_table(self.ROWS, width).splitlines()
-        assert len(lines) == 7 and max(map(columns, lines)) == width - 1
+        assert len(lines) == 7 and max(map(columns, lines)) == max(width, 40) - 1
 
     def test_the_terminal_s_width_also_behind_a_pipe_or_80(self, monkeypatch):
         monkeypatch.setenv("COLUMNS", "70")
