@@ -338,18 +338,20 @@ class _PythonScript:
 
     def _read_arguments(self, call: ast.Call) -> None:
         """Read the keywords of a call; note those whose value only a run could tell."""
+        unread = []
         for keyword in call.keywords:
             value = self._text(keyword.value)
             if keyword.arg in _OBJECTS:
                 continue
             if keyword.arg and value is not None:
                 self.flags[keyword.arg] = value
-                file = value.partition(":")[0]
-                if file.endswith("_rewards.py"):
-                    self.notes.append(f"{file}: copy the functions in {value} to this new file")
+                if (file := value.partition(":")[0]).endswith("_rewards.py"):
+                    self.notes.append(f"{file}: copy the script's reward functions to this file")
             else:
-                written = shorten(ast.unparse(keyword), 60)
-                self.notes.append(f"{_called(call)}({written}): not a literal value, and not read")
+                unread.append(keyword.arg or ast.unparse(keyword))
+        if unread:
+            where = f"{self.path}:{call.lineno}: {_called(call)}({', '.join(unread)})"
+            self.notes.append(f"{where}: values that are not literal are not read")
 
     def _read_data_set(self, call: ast.Call) -> None:
         """Read the first data set as training data, and another split of it as held-out data."""
@@ -359,6 +361,9 @@ class _PythonScript:
             given["data_files"] = files.values[0]  # {"train": "rows.jsonl"}
         values = {name: self._text(value) for name, value in given.items()}
         path, split = values.get("data_files") or values.get("path"), values.get("split") or "train"
+        if not re.fullmatch(r"\w+(\[\d*:\d*\])?", split):
+            self.notes.append(f"{self.path}:{call.lineno}: split={split}: only rows are counted")
+            split = re.split(r"\W", split)[0]
         if path and "dataset_name" not in self.flags:
             self.flags |= {"dataset_name": path, "dataset_train_split": split}
             if values.get("name"):

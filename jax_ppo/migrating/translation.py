@@ -308,9 +308,10 @@ def _name_data_sets(
 ) -> set[str]:
     """Set our options of data sets, and return the flags that named them."""
     named: set[str] = set()
+    used = {name for name, value in flags.items() if value not in ("no", "None")}
     for group in data:
         values = {name: flags[name] for name in group.names if name in flags}
-        if not values or (group.only_with and not set(group.only_with) & set(flags)):
+        if not values or (group.only_with and not used.intersection(group.only_with)):
             continue
         split = next((flags[name] for name in group.splits if name in flags), group.default_split)
         subset = "".join(f"/{flags[name]}" for name in group.subsets if name in flags)
