@@ -29,11 +29,9 @@ from jax_ppo.training.progress import Progress
 
 # Figures of tokens that responses can be colored by, and whether their signs matter; the first one
 # is preferred.
-TOKEN_FIGURES = {
-    **{"advantages": True, "kl": True, "values": False, "rewards": True, "returns": False},
-    **{"entropies": False, "logprobs": False, "reference_logprobs": False},
-    **{"sampled_logprobs": False},
-}
+TOKEN_FIGURES = {"advantages": True, "kl": True, "values": False, "rewards": True} | dict.fromkeys(
+    ("returns", "entropies", "logprobs", "reference_logprobs", "sampled_logprobs"), False
+)
 # Responses and steps that the page holds; rollouts/*.jsonl has all that were logged.
 SHOWN_STEPS = 12
 SHOWN_SAMPLES = 16
@@ -44,8 +42,10 @@ OUTCOMES = {
     "eval/accuracy": ("accuracy", max),
     "eval/reward_mean": ("reward", max),
     "eval/loss": ("loss", min),
+    "eval/critic/explained_variance": ("explained variance", max),
     "reward/mean": ("training reward", max),
     "train/loss": ("training loss", min),
+    "critic/explained_variance": ("training explained variance", max),
 }
 _PLACEHOLDERS = {"K": r"\d+", "NAME": r"[\w/@.-]+", "SOURCE": r"[\w/.-]+"}
 _CRITIC_PARTS = re.compile(r"eval/critic/\w+_(tenth|bin)_\d+")
@@ -252,7 +252,11 @@ def _describe_metrics(rows: Sequence[dict[str, str]]) -> Run:
 
 def _find_outcome(runs: Sequence[Run]) -> str | None:
     """Return the metric that all runs are judged by, or most of them; `None` without one."""
-    counts = {name: sum(name in run["metrics"] for run in runs) for name in OUTCOMES}
+    counts = dict.fromkeys(OUTCOMES, 0)
+    for run in runs:
+        trains_critic = run["options"]["trainer.critic_only"] == "True"
+        for name in counts.keys() & run["metrics"].keys():
+            counts[name] += trains_critic == ("critic/" in name)
     name = max(counts, key=lambda name: counts[name])
     return name if counts[name] else None
 
@@ -327,7 +331,7 @@ def _average_runs(runs: Sequence[Run]) -> Run:
         "critic": {
             name: np.mean([run["critic"][name] for run in runs], axis=0)
             for name in runs[0]["critic"]
-            if all(name in run["critic"] for run in runs)
+            if len({len(run["critic"][name]) for run in runs}) == 1
         },
     }
 

@@ -112,6 +112,10 @@ def test_the_top_of_the_page_has_outcome_duration_speed_and_device(tmp_path):
     write_run(tmp_path, "step,eval/loss\n4,2.5\n")
     data = read_data(tmp_path)[1]
     assert data["headline"] == "loss 2.5" and len(data["facts"]) == 1
+    # The policy of a critic that is trained alone does not change.
+    table = "step,eval/accuracy,eval/critic/explained_variance\n0,0.4,-0.5\n5,0.4,0.25\n"
+    write_run(tmp_path, table, trainer=Trainer(critic_only=True))
+    assert read_data(tmp_path)[1]["headline"] == "explained variance -0.5 → 0.25"
 
 
 def test_equal_panels_are_one_and_curves_of_zeros_are_in_the_list_of_further_metrics(tmp_path):
