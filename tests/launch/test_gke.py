@@ -128,6 +128,12 @@ def test_arguments_are_passed_on_as_they_are(gke):
     assert pod["containers"][0]["args"] == ["train", *TRICKY]
 
 
+def test_the_number_of_restarts_has_the_launchers_common_name(monkeypatch, request):
+    monkeypatch.setenv("MAX_RESTARTS", "7")
+    manifest = render(request.getfixturevalue("gke"), "--accelerator=v6e:4x4")
+    assert manifest["spec"]["failurePolicy"]["maxRestarts"] == 7
+
+
 def test_a_signal_or_a_lost_node_restarts_the_run_without_limit(gke):
     spec = render(gke, "--accelerator=v6e:4x4", "--max-restarts=5")["spec"]
     assert spec["failurePolicy"]["maxRestarts"] == 5
