@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 import jax
 from jax.sharding import Mesh
 
-from jax_ppo.config.schema import Config, Trainer, replace_options
+from jax_ppo.config.schema import Config, Trainer, flatten_options, replace_options
 from jax_ppo.errors import UserError
 from jax_ppo.memory.automatic_sizes import (
     AS_SET,
@@ -45,7 +45,7 @@ from jax_ppo.runtime.compiled_programs import Compile
 from jax_ppo.runtime.devices import read_memory_limit
 from jax_ppo.runtime.heartbeat import activity
 from jax_ppo.training.checkpoint import Checkpointer
-from jax_ppo.training.progress import Progress, find_progress, find_saved_run, is_due, saved_options
+from jax_ppo.training.progress import Progress, find_progress, find_saved_run, is_due
 
 BEST = "best"  # folder in the work directory
 JournalT = TypeVar("JournalT", bound=Journal)
@@ -144,7 +144,6 @@ def run_life_cycle(config: Config, workdir: Path, kind: TrainingKind) -> dict[st
             saved = find_saved_run(sized, checkpoints, kind.command)
             training = kind.build(choice.sizes.options, mesh)
             progress = find_progress(
-                sized,
                 training.total_steps,
                 saved,
                 console.print_on_main,
@@ -168,7 +167,8 @@ def run_life_cycle(config: Config, workdir: Path, kind: TrainingKind) -> dict[st
 
         choice = AS_SET
         if (limit := read_memory_limit()) is not None:
-            kept = saved_options(checkpoints)
+            saved = find_saved_run(config, checkpoints, kind.command)
+            kept = flatten_options(saved.meta["config"]) if saved else {}
             choice = choose_sizes(kind.rank_sizes(mesh), limit, kept)
         return _train_while_memory_lasts(choice, train)
 

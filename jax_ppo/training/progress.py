@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jax_ppo.config.option import option_value
@@ -81,29 +81,14 @@ def is_due(completed_steps: int, total_steps: int, frequency: int) -> bool:
     return frequency >= 0 and (is_multiple or completed_steps == total_steps)
 
 
-class Change(NamedTuple):
-    """An option that has changed since a checkpoint."""
-
-    name: str
-    then: object
-    now: object
-    line: str  # for the user
-
-
 class SavedRun(NamedTuple):
     """The newest checkpoint in a work directory, which a run continues."""
 
+    config: Config  # the present options
     step: int
     meta: dict[str, Any]
-    changes: list[Change]
-
-
-def saved_options(checkpoints: Checkpointer) -> dict[str, Any]:
-    """Return the options of the newest checkpoint by dotted name; empty without a checkpoint."""
-    latest = checkpoints.latest_step()
-    if latest is None:
-        return {}
-    return flatten_options(checkpoints.restore(latest, {}).meta["config"])
+    changes: dict[str, tuple[object, object]]  # of options by name: the former value, the present
+    lines: list[str]  # about these, for the user
 
 
 def find_saved_run(config: Config, checkpoints: Checkpointer, command: str) -> SavedRun | None:
@@ -122,7 +107,7 @@ def find_saved_run(config: Config, checkpoints: Checkpointer, command: str) -> S
         )
     meta = checkpoints.restore(latest, {}).meta
     values = former_values(meta["config"])
-    changes = []
+    changes, lines = {}, []
     for option in all_options():
         name, now, then = option.name, option_value(config, option.name), values[option.name]
         if now == then:
@@ -136,17 +121,17 @@ def find_saved_run(config: Config, checkpoints: Checkpointer, command: str) -> S
         line = f"config.{name} was {then!r} until the checkpoint, and is {now!r} from here on"
         if any(rule.first_step_only and rule.is_met(config) for rule in option.facts.rules):
             line = f"config.{name}={now!r}: only a new run reads it; this one began with {then!r}"
-        changes.append(Change(name, then, now, line))
+        changes[name] = (then, now)
+        lines.append(line)
     removed = {name: x for name, x in flatten_options(meta["config"]).items() if name not in values}
     if removed:
         listed = ", ".join(f"{name}={value!r}" for name, value in removed.items())
         line = f"options of the checkpoint that this version does not have: {listed}"
-        changes.append(Change("", removed, None, line))
-    return SavedRun(latest, meta, changes)
+        lines.append(line)
+    return SavedRun(config, latest, meta, changes, lines)
 
 
 def find_progress(
-    config: Config,
     total_steps: int,
     saved: SavedRun | None,
     report: Callable[[str], None],
@@ -161,8 +146,7 @@ def find_progress(
     """
     if saved is None:
         return Progress()
-    latest, meta, changed_options = saved
-    changes = [change.line for change in changed_options]
+    config, latest, meta, changed_options, changes = saved
     known = meta.get("frozen", {})
     changed = [name for name, x in (frozen or {}).items() if known.get(name, x) != x]
     for option in changed:
@@ -198,12 +182,12 @@ def find_progress(
 
 
 def _changed_rows_error(
-    files: str, changes: Sequence[Change], rows_then: int, rows_now: int
+    files: str, changes: dict[str, tuple[object, object]], rows_then: int, rows_now: int
 ) -> UserError:
     """Return the error of changed rows: it names changed options, or the files without any."""
     options = [
         f"config.{name}={now!r} (until the checkpoint {then!r})"
-        for name, then, now, _ in changes
+        for name, (then, now) in changes.items()
         if name.startswith(_ROW_SECTIONS) and name not in _NOT_OF_ROWS
     ]
     return UserError(

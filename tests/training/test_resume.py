@@ -24,7 +24,7 @@ def find_progress_of_saved_run(config, total_steps, saved, command="train", data
         latest_step=lambda: 3, restore=lambda step, abstract: Restored({}, meta)
     )
     saved_run = progress.find_saved_run(config, checkpoints, command)
-    return progress.find_progress(config, total_steps, saved_run, print, data, frozen)
+    return progress.find_progress(total_steps, saved_run, print, data, frozen)
 
 
 def test_options_that_are_gone_are_named(capsys):
@@ -193,7 +193,8 @@ def test_a_file_of_a_template_is_named_with_the_files_of_the_rows():
         {"data__train_files": "arithmetic:9", "model__lora__rank": 2},
     ],
 )
-def test_options_are_compared_before_a_run_is_built(change, tmp_path):
+@pytest.mark.parametrize("memory", [None, 1e9])
+def test_options_are_compared_before_a_run_is_built(change, memory, tmp_path, monkeypatch):
     """Regression: a changed rank was blamed on a folder of exports, after data were read."""
     saved = tiny.config()
     meta = {**progress.Progress().history(), "position": 0, "data": DATA}
@@ -201,8 +202,12 @@ def test_options_are_compared_before_a_run_is_built(change, tmp_path):
         checkpoints.save(1, {}, meta | {"config": dataclasses.asdict(saved)}, None)
     name = list(change)[-1].replace("__", ".")
     kind = life_cycle.TrainingKind(
-        "train", "accuracy", lambda config, mesh: pytest.fail("built"), lambda *_: []
+        "train",
+        "accuracy",
+        lambda config, mesh: pytest.fail("built"),
+        lambda mesh: pytest.fail("models were read"),
     )
+    monkeypatch.setattr(life_cycle, "read_memory_limit", lambda: memory)
     with pytest.raises(UserError, match=rf"config\.{name}=.*another experiment"):
         life_cycle.run_life_cycle(tiny.config(**change), tmp_path, kind)
 
