@@ -2,10 +2,11 @@
 
 Prints a description of the data and the problems that would keep a run from training on them. The
 exit code is 1 if there are any. Without --config only the rules are checked, and tokens are not
-counted.
+counted. With --samples=N the model responds to N of the prompts.
 """
 
 import json
+import re
 import sys
 
 from jax_ppo.config import command_line, loading
@@ -15,12 +16,13 @@ from jax_ppo.errors import UserError, did_you_mean, exit_on_user_error
 COMMANDS = ("train", "sft", "reward_model")
 USAGE = """\
 usage: python -m jax_ppo.check [FILE ...] [--config=FILE[:ARG]] [--config.OPTION=VALUE ...]
-       [--for=COMMAND] [--json]
+       [--for=COMMAND] [--samples=N] [--json]
 
 FILE      any value of config.data.train_files: files, hf:, tfds:, arithmetic:COUNT
 --config  check the data of this configuration, with its model's tokenizer and its rules; FILEs
           replace its training data
 --for     what the data are for: train (by default), sft or reward_model
+--samples also sample and score responses of the model to N training prompts
 --json    print the report as JSON
 
 The exit code is 1 if training on the data would fail.
@@ -33,43 +35,57 @@ def main(arguments: list[str]) -> None:
         if {"--help", "-h", "-help"} & set(arguments[1:]):
             print(USAGE)
             return
-        config, command = read_check_arguments(arguments)
-        from jax_ppo.run import data_check
+        config, command, samples = read_check_arguments(arguments)
+        from jax_ppo.run import data_check, standalone_evaluation
 
         report = data_check.check_data(config, command)
-    if "--json" in arguments:
-        print(json.dumps(report, indent=2))
-    else:
-        print(data_check.format_report(report))
+        table = "no samples were drawn, since there are problems" if samples else ""
+        if samples and not report["problems"]:
+            try:
+                report["samples"], table = standalone_evaluation.try_policy(config, samples)
+            except UserError as error:
+                report["problems"].append(f"sampling from the model: {error}")
+        text = "\n\n".join(filter(None, (data_check.format_report(report), table)))
+    print(json.dumps(report, indent=2) if "--json" in arguments else text)
     sys.exit(1 if report["problems"] else 0)
 
 
-def read_check_arguments(arguments: list[str]) -> tuple[Config, str]:
-    """Return the selected options, and what the data are for; raise `UserError` for wrong ones."""
+def read_check_arguments(arguments: list[str]) -> tuple[Config, str, int]:
+    """Return the selected options, what the data are for, and the number of samples.
+
+    Raise `UserError` for wrong arguments.
+    """
     program, *given_arguments = arguments
     files = ",".join(word for word in given_arguments if word and not word.startswith("-"))
-    flags = ("--json", "--for=")
+    flags = ("--json", "--for=", "--samples=")
     options = [word for word in given_arguments if word[:1] == "-" and not word.startswith(flags)]
     known = ("--config", "--noconfig.", "--workdir")
     if unknown := [word for word in options if not word.startswith(known)]:
-        hint = did_you_mean(unknown[0], ("--json", "--for", "--config"))
+        hint = did_you_mean(unknown[0], ("--json", "--for", "--samples", "--config"))
         raise UserError(f"{unknown[0]}: no such option of check.{hint}")
     command = next((word[6:] for word in given_arguments if word.startswith("--for=")), "train")
     if command not in COMMANDS:
         raise UserError(
             f"--for={command}: expected {', '.join(COMMANDS)}.{did_you_mean(command, COMMANDS)}"
         )
+    samples = next((word[10:] for word in given_arguments if word.startswith("--samples=")), "0")
+    if not re.fullmatch(r"\d{1,2}", samples):
+        raise UserError(f"--samples={samples}: expected a number of prompts, at most 99")
+    if int(samples) and command != "train":
+        raise UserError(f"--samples={samples}: {command} samples no responses")
     if files:
         options.append(f"--config.data.train_files={files}")
     if any(not word.startswith("--config.") for word in options):
         words = [program, *options]
-        return command_line.read_command_line(words, command)[0], command
+        return command_line.read_command_line(words, command)[0], command, int(samples)
     if not files:
         raise UserError("check: name the files to check, or a configuration with --config=FILE")
+    if int(samples) and not any(word.startswith("--config.model.path=") for word in options):
+        raise UserError(f"--samples={samples}: name the model with --config.model.path=FOLDER")
     # The data can be checked without a run's other requirements.
     given = (word.removeprefix("--config.").partition("=") for word in options)
     values = {name: loading.parse_option(name, value) for name, _, value in given}
-    return replace_options(Config(), values), command
+    return replace_options(Config(), values), command, int(samples)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,16 @@ import dataclasses
 import datetime
 import decimal
 import json
+import logging
 import math
 import operator
+import re
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax_ppo.config import config_files, parsing, validation
-from jax_ppo.config.option import COMMANDS, PPO, SUPERVISED, Facts, Option, strip_none
+from jax_ppo.config.option import COMMANDS, LEARNING, PPO, SUPERVISED, Facts, Option, strip_none
 from jax_ppo.config.schema import Config, all_options, options_by_name, replace_options
 from jax_ppo.config.suggestions import suggest_option
 from jax_ppo.errors import UserError, did_you_mean, shorten
@@ -41,6 +43,11 @@ BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "below": ("less than", operator.lt),
 }
 
+
+# A data set of the hub or of TFDS, or a generator.
+_ORIGIN = re.compile(r"hf:[^/]*/[^/:@]*|tfds:[^/]*|\w+:")
+_FILES = {"data.train_files", "data.val_files", "data.val_fraction"}
+log = logging.getLogger(__name__)
 
 BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
 # Options without a default, and how they are reset there.
@@ -137,7 +144,18 @@ def override_options(
     # errors that name the option, unlike ml_collections'.
     with values.ignore_type(), contextlib.suppress(KeyError):
         values.update_from_flattened_dict(overrides)
-    return from_config_dict(values, command)
+    config = from_config_dict(values, command)
+    data, own = config.data, _ORIGIN.match(config.data.train_files)
+    replaces_rows = overrides.keys() & _FILES == {"data.train_files"} and command in LEARNING
+    if replaces_rows and data.val_files and not (own and data.val_files.startswith(own[0])):
+        log.warning(
+            "config.data.val_files=%r: held-out rows of the configuration, beside "
+            "config.data.train_files=%r; hold out rows of these with --config.data.val_files=FILE, "
+            "or --config.data.val_files= --config.data.val_fraction=0.1",
+            data.val_files,
+            shorten(data.train_files),
+        )
+    return config
 
 
 def parse_option(name: str, text: str) -> Any:

@@ -110,6 +110,11 @@ def source_weights(spec: str, option: str) -> tuple[float, ...] | None:
     return tuple(known)
 
 
+def without_weights(spec: str) -> str:
+    """Return a specification of the same sources, concatenated."""
+    return ",".join(source for source, _ in _split_weights(spec))
+
+
 def _split_sources(spec: str) -> Iterator[str]:
     """Yield the sources between commas; a comma in the path of an existing file separates none."""
     parts = spec.split(",")

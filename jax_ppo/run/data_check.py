@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,7 +36,6 @@ def check_data(config: Config, command: str = "train") -> dict[str, Any]:
     `first_prompt_note` (which row it is, and its tokens). Raise `UserError` if the data cannot be
     read.
     """
-    by_environment = config.rewards_by_environment_alone
     response_key = config.supervised.response_key
     read_key = None if command == "train" else response_key
     training, held_out = load_examples(config.data, config.seed, read_key)
@@ -44,31 +43,15 @@ def check_data(config: Config, command: str = "train") -> dict[str, Any]:
         environment_class = load_environment_class(config.rollout.multi_turn)
         training, held_out = (describe_tools(environment_class, e) for e in (training, held_out))
     tokenizer = _load_tokenizer(config.model)
-    missing_package, obstacles = "", list[str]()
-    calls = list[rule_trial.FunctionCall]()
-    warnings = list[str]()
-    if command == "train" and not by_environment:
-        examples = [*training, *held_out]
-        missing_package, obstacles = _find_obstacles(examples, config.reward)
-        calls = rule_trial.call_functions(examples, config.reward)
-        if not any("config.data.ground_truth_key" in obstacle for obstacle in obstacles):
-            warnings = list(row_rules.find_unread_references(examples))
-    has_responses = any(example.response is not None for example in training)
-    if obstacles and has_responses and not missing_package:
-        warnings.append("rows of supervised training: --for=sft or --for=reward_model")
-    failed_calls, failures = _describe_failures(calls)
-    warnings += failures
-    not_run = ""
-    if command != "train":
-        not_run = f"{command} reads no rewards"
-    elif by_environment:
-        not_run = "an environment gives the rewards"
-    elif obstacles:
-        not_run = "no rule can score some rows"
-    elif failed_calls:
-        not_run = "the function fails"
+    rewards = _RewardReview(not_run=f"{command} reads no rewards")
+    if command == "train":
+        rewards = _RewardReview(not_run="an environment gives the rewards")
+        if not config.rewards_by_environment_alone:
+            rewards = _review_rewards(training, held_out, config.reward)
     parts = [
-        _describe(examples, tokenizer, config.reward, config.data, not_run) if examples else None
+        _describe(examples, tokenizer, config.reward, config.data, rewards.not_run)
+        if examples
+        else None
         for examples in (training, held_out)
     ]
     assert parts[0] is not None, "without training examples loading fails"
@@ -78,17 +61,16 @@ def check_data(config: Config, command: str = "train") -> dict[str, Any]:
         "training": parts[0],
         "held_out": parts[1],
         "overlap": len(_prompts(training) & _prompts(held_out)),
-        "function_calls": [call._asdict() for call in calls],
+        "function_calls": [call._asdict() for call in rewards.calls],
         "first_prompt": first_prompt,
         "first_prompt_note": note,
         "problems": [
-            *obstacles,
-            *failed_calls,
+            *rewards.problems,
             *_find_response_problems(training, held_out, command, response_key),
             *_find_row_problems(config.data, training, parts[0]),
         ],
         "warnings": [
-            *warnings,
+            *rewards.warnings,
             *(
                 f"{name} data: {line}"
                 for name, part in zip(("training", "held-out"), parts, strict=True)
@@ -182,32 +164,41 @@ def _count_tokens(
     }
 
 
-def _describe_failures(calls: Sequence[rule_trial.FunctionCall]) -> tuple[list[str], list[str]]:
-    """Return problems, of functions that failed on all responses of a source, and warnings."""
-    problems, warnings = list[str](), list[str]()
-    for call in calls:
-        failed = [
-            repr(text) for text, score in zip(MADE_UP, call.scores, strict=True) if score is None
-        ]
-        line = (
-            f"{call.function} fails on {' and on '.join(failed)}, data source "
-            f"{call.data_source!r}: {call.failure}"
-        )
-        if failed:
-            (problems if len(failed) == len(MADE_UP) else warnings).append(line)
-    return problems, warnings
+class _RewardReview(NamedTuple):
+    """What is wrong with the rewards of the rows."""
+
+    not_run: str = ""  # why their rule is not run on the responses that they have
+    problems: Sequence[str] = ()
+    warnings: Sequence[str] = ()
+    calls: Sequence[rule_trial.FunctionCall] = ()
 
 
-def _find_obstacles(examples: Sequence[Example], options: Reward) -> tuple[str, list[str]]:
-    """Return the problem of a missing package, "" if none, and all problems that rules have."""
-    if reward_functions.scores_any_row(options):
-        return "", []
-    obstacles = list(row_rules.find_obstacles(examples, options))
-    missing = row_rules.find_missing_package(examples, options)
-    problems = [missing] * bool(missing) + obstacles[:_MAX_SHOWN]
+def _review_rewards(
+    training: Sequence[Example], held_out: Sequence[Example], options: Reward
+) -> _RewardReview:
+    """Find the rows that rules cannot score and a missing package, and call the functions."""
+    examples = [*training, *held_out]
+    obstacles, missing = list[str](), ""
+    if not reward_functions.scores_any_row(options):
+        obstacles = list(row_rules.find_obstacles(examples, options))
+        missing = row_rules.find_missing_package(examples, options)
+    problems, warnings = [missing] * bool(missing) + obstacles[:_MAX_SHOWN], list[str]()
     if len(obstacles) > _MAX_SHOWN:
         problems.append(f"{len(obstacles) - _MAX_SHOWN} more reasons why rows cannot be scored")
-    return missing, problems
+    if not any("config.data.ground_truth_key" in obstacle for obstacle in obstacles):
+        warnings += row_rules.find_unread_references(examples)
+    if obstacles and not missing and any(example.response is not None for example in training):
+        warnings.append("rows of supervised training: --for=sft or --for=reward_model")
+    not_run = "no rule can score some rows" if problems else ""
+    calls = rule_trial.call_functions(examples, options)
+    for call in calls:
+        tried = zip(MADE_UP, call.scores, strict=True)
+        failed = " and on ".join(repr(text) for text, score in tried if score is None)
+        source = f"data source {call.data_source!r}"
+        if failed:
+            line = f"{call.function} fails on {failed}, {source}: {call.failure}"
+            (warnings if any(score is not None for score in call.scores) else problems).append(line)
+    return _RewardReview(not_run or "a function fails" * bool(problems), problems, warnings, calls)
 
 
 def _find_response_problems(

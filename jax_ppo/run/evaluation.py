@@ -129,8 +129,8 @@ def require_scores(evaluation: Evaluation) -> None:
     if evaluation.failures and evaluation.failures == evaluation.scored:
         sample, _, cause = evaluation.first_failure.partition("\n")
         raise EvaluationFailed(
-            f"the reward function failed on all {evaluation.scored} responses of the held-out "
-            f"evaluation. The first failure was {sample}",
+            f"the reward function failed on all {evaluation.scored} responses of the evaluation. "
+            f"The first failure was {sample}",
             details=cause,
         )
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jax_ppo.config import loading
+from jax_ppo.config.rollout_options import Sampling
 from jax_ppo.config.schema import (
     Config,
     Critic,
@@ -17,6 +18,7 @@ from jax_ppo.config.schema import (
     replace_options,
 )
 from jax_ppo.config.training_options import LoraOptions
+from jax_ppo.data import sources
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf import peft
 from jax_ppo.models.hf.fields import read_json_object
@@ -26,13 +28,17 @@ from jax_ppo.run.build import build_run
 from jax_ppo.run.evaluation import evaluate_policy
 from jax_ppo.run.parts import PPORun
 from jax_ppo.run.reporter import Reporter
-from jax_ppo.runtime import compiled_programs, meshes
+from jax_ppo.runtime import backends, compiled_programs, devices, heartbeat, meshes
 from jax_ppo.sampler import engine
 from jax_ppo.storage import local_files
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.progress import Progress
 from jax_ppo.training.roles import SMALL_MODEL
 from jax_ppo.training.state import TrainState
+
+# The policy is the only model that is read.
+_WITHOUT_CRITIC = {"algorithm.adv_estimator": "rloo"}
+_NO_REFERENCE = {"algorithm.use_reference": False, "teacher": Teacher()}
 
 
 def evaluate_model(config: Config, workdir: Path) -> dict[str, Any]:
@@ -50,10 +56,9 @@ def evaluate_model(config: Config, workdir: Path) -> dict[str, Any]:
         normalize = saved.reward.normalize
         config = replace_options(config, {"reward.normalize": normalize, **sections})
     else:
-        # Only the policy is read: an estimator without a critic.
         model = with_exported_actor(config.model)
-        config = replace_options(config, {"model": model, "algorithm.adv_estimator": "rloo"})
-    config = replace_options(config, {"algorithm.use_reference": False, "teacher": Teacher()})
+        config = replace_options(config, {"model": model, **_WITHOUT_CRITIC})
+    config = replace_options(config, _NO_REFERENCE)
     mesh = meshes.make_mesh(config.mesh)
     with jax.set_mesh(mesh), compiled_programs.count_compilations() as compiled:
         run = build_run(config, workdir, mesh, console.print_on_main, trains=False)
@@ -68,6 +73,33 @@ def evaluate_model(config: Config, workdir: Path) -> dict[str, Any]:
             subject = checkpoint or config.model.lora.path or config.model.path
             reporter.report_evaluation(step, evaluation, subject=str(subject))
             return reporter.write_summary(step, mesh)
+
+
+def try_policy(config: Config, count: int) -> tuple[list[dict[str, Any]], str]:
+    """Return responses to `count` training prompts, sampled as in a step and scored, and a table.
+
+    The former are as `sample_reports` describes them. Nothing is written.
+    """
+    backends.start_backends()
+    compiled_programs.enable_cache(config.trainer.compilation_cache, lambda line: None)
+    rollout = config.rollout
+    changes = {
+        "model": with_exported_actor(devices.resolve_dtype_here(config.model)[0]),
+        "data.val_files": sources.without_weights(config.data.train_files),
+        "data.val_max_samples": count,
+        "data.val_fraction": 0.0,
+        "rollout.val_kwargs": Sampling(
+            rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p
+        ),
+    }
+    config = replace_options(config, changes | _WITHOUT_CRITIC | _NO_REFERENCE)
+    mesh = meshes.make_mesh(config.mesh)
+    with jax.set_mesh(mesh):
+        run = build_run(config, Path(), mesh, lambda line: None, trains=False)
+        beating = heartbeat.beating(console.print_aside)
+        with beating, engine.running(run.engine), run.rules.running():
+            records = evaluate_policy(run, load_models(run, None, ("actor",))).records
+    return records, console.format_sample_table(records)
 
 
 def find_checkpoint(model_path: str) -> Path | None:

@@ -34,6 +34,24 @@ SEPARATE = {
 }
 
 
+@pytest.mark.parametrize(
+    ("overrides", "is_said"),
+    [
+        ({"data.train_files": "mine.jsonl"}, True),
+        ({"data.train_files": "mine.jsonl", "data.val_files": "arithmetic:64:heldout"}, False),
+        ({"data.train_files": "mine.jsonl", "data.val_files": ""}, False),
+        ({"data.train_files": "arithmetic:64"}, False),
+    ],
+)
+def test_held_out_rows_of_a_configuration_are_named_beside_other_training_data(
+    overrides, is_said, caplog
+):
+    overrides = {"model.path": "somewhere", **overrides}
+    loading.load_config("arithmetic", overrides)
+    said = "config.data.val_files='arithmetic:512:heldout': held-out rows of the configuration, bes"
+    assert (said in caplog.text) == is_said
+
+
 def test_defaults_are_valid_and_hashable():
     assert hash(validated()) == hash(validated())
 

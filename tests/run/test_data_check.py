@@ -297,8 +297,30 @@ def test_the_report_is_text_by_default(tmp_path, model, capsys):
     assert "rows 3, of which 2 repeat" in output and "\x1b" not in output
 
 
+def test_the_model_responds_to_some_of_the_prompts(tmp_path, model, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [ROW | {"question": f"{number} + 1?"} for number in range(9)]
+    files = ",".join(f"{write_rows(tmp_path / name, rows)}*0.5" for name in ("a.jsonl", "b.jsonl"))
+    options = [files, f"--config.model.path={model}", "--config.data.max_response_length=4"]
+    options += ["--config.reward.terms=gsm8k:1,length[0:9]:0.5", "--config.data.train_batch_size=9"]
+    options.append("--config.data.max_prompt_length=40")
+    report, code = run_check(capsys, *options, "--samples=3")
+    assert (code, report["problems"]) == (0, [])
+    assert len(report["samples"]) == 3
+    for record in report["samples"]:
+        assert record["prompt"] in {row["question"] for row in rows}
+        assert record["score"] in (0, 0.5, 1, 1.5) and len(record["response_ids"]) <= 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl"]
+    with pytest.raises(SystemExit):
+        check.main(["check", *options, "--config.data.train_batch_size=99", "--samples=3"])
+    assert capsys.readouterr().out.count("no samples were drawn") == 1
+
+
 def test_mistakes_are_one_line(capsys):
     for arguments, message in (
+        (["a.jsonl", "--samples=three"], "error: --samples=three: expected a number of prompts"),
+        (["a.jsonl", "--samples=3"], "error: --samples=3: name the model with --config.model.path"),
+        (["a.jsonl", "--for=sft", "--samples=3"], "error: --samples=3: sft samples no responses"),
         (["a.jsonl", "--for=stf"], "error: --for=stf: expected train, sft.*Did you mean 'sft'"),
         ([], "error: check: name the files"),
         ([""], "error: check: name the files"),

@@ -791,7 +791,7 @@ def test_a_reward_that_hangs_ends_the_run_at_its_first_evaluation(files, tmp_pat
     process = run_command("train", *options_of(files, tmp_path / "work", *arguments), check=False)
     assert process.returncode == 1
     last = process.stderr[process.stderr.rindex("error: ") :]
-    assert "the reward function failed on all 12 responses of the held-out evaluation" in last
+    assert "the reward function failed on all 12 responses of the evaluation" in last
     assert "no result within config.reward.timeout=0.2 seconds" in last
     # A worker may have begun the next one.
     assert 6 <= len((tmp_path / "calls").read_text()) <= 9
