@@ -23,6 +23,7 @@ PANELS = (
     Panel(title="clip", unit="share", curves={"actor": "actor/clip_fraction", "critic": "mine"}),
     Panel(title="KL", unit="nats", curves={"KL": "kl/reference"}),
 )
+needs_browser = pytest.mark.skipif(not shutil.which("chromium"), reason="needs a browser")
 HOSTILE = "</script><script>alert(1)</script>@@DATA@@ \x1b[31m \u2028"
 
 
@@ -255,7 +256,18 @@ def test_seeds_of_one_configuration_are_averaged_in_the_steps_that_all_have(tmp_
     assert read_page(tmp_path / "page.html")[1]["averages"] is None
 
 
-@pytest.mark.skipif(not shutil.which("chromium"), reason="needs a browser")
+def show_in_browser(path, script):
+    """Return what a script that makes `seen` finds on a page, 500 pixels wide."""
+    page = path.read_text(encoding="utf-8")
+    script = f"{script}; document.body.replaceChildren(JSON.stringify(seen));"
+    path.write_text(page.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
+    options = ("--headless", "--no-sandbox", "--disable-gpu", "--window-size=500,900", "--dump-dom")
+    command = ["chromium", *options, path.as_uri()]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(html.unescape(re.search(r"<body>(.*)</body>", shown.stdout, re.S)[1]))
+
+
+@needs_browser
 def test_a_browser_shows_titles_tables_and_the_numbers_of_a_tapped_token(tmp_path):
     """What only the script of the page decides, read from the document that it makes."""
     record = make_record(
@@ -264,8 +276,9 @@ def test_a_browser_shows_titles_tables_and_the_numbers_of_a_tapped_token(tmp_pat
     )
     table = "step,kl/reference,reward/mean\n1,0.0,0.5\n2,0.0,0.75\n"
     write_run(tmp_path, table, records=[record], seed=5)
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    tap = """
+    seen = show_in_browser(
+        tmp_path / "report.html",
+        """
       const response = document.querySelector("#samples pre:not(.prompt)");
       response.children[0].click();
       response.onkeydown({ key: "ArrowRight", preventDefault() {} });
@@ -277,13 +290,10 @@ def test_a_browser_shows_titles_tables_and_the_numbers_of_a_tapped_token(tmp_pat
         plots: document.querySelectorAll("#curves .plot svg.main-svg").length > 0,
         panels: text("#curves h3"), further: text("#further code"),
         options: [...document.querySelectorAll("#options tr")].map((row) => [...row.children].map(
-          (cell) => cell.textContent)), open: document.querySelectorAll("details[open]").length };
-      document.body.replaceChildren(JSON.stringify(seen));"""
-    path = tmp_path / "tapped.html"
-    path.write_text(page.replace("</body>", f"<script>{tap}</script></body>"), encoding="utf-8")
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    shown = subprocess.run([*command, path.as_uri()], capture_output=True, text=True, check=True)
-    seen = json.loads(html.unescape(re.search(r"<body>(.*)</body>", shown.stdout, re.S)[1]))
+          (cell) => cell.textContent)), open: document.querySelectorAll("details[open]").length,
+        meaning: getComputedStyle(document.querySelector(".meaning")).display,
+        smooth: smooth([0, 3], 0.5) }""",
+    )
     assert seen["headline"] == ["training reward 0.5 → 0.75"]
     assert seen["cards"] == ["prompt 3, sample 1 score 1 · 2 tokens"]
     assert seen["address"] == "seed 0, sample 7"
@@ -293,6 +303,34 @@ def test_a_browser_shows_titles_tables_and_the_numbers_of_a_tapped_token(tmp_pat
     assert seen["panels"] == ["reward score"] and seen["plots"]
     assert seen["further"] == ["kl/reference"] and seen["open"] == 0
     assert seen["options"] == [["option", "value", "default"], ["seed", "5", "0"]]
+    assert seen["meaning"] == "none"  # on a phone
+    assert seen["smooth"] == [0, 2]  # 3 and half of 0, over 1.5
+
+
+@needs_browser
+def test_a_browser_shows_one_legend_of_runs_which_hides_them(tmp_path):
+    for seed, name in enumerate("abc"):
+        trainer = Trainer(log_samples=9) if name == "c" else Trainer()
+        table = f"step,actor/lr,mine\n1,0.5,{seed}\n2,0.5,9\n"
+        write_run(tmp_path / name, table, seed=seed, trainer=trainer, panels=PANELS[2:3])
+    html_report.write_comparison([tmp_path / name for name in "abc"], tmp_path / "page.html")
+    seen = show_in_browser(
+        tmp_path / "page.html",
+        """
+      const boxes = () => [...document.querySelectorAll("#legend label")];
+      const plot = () => document.querySelector("#curves .plot");
+      const curves = () => plot().data.map((one) => one.name || "");
+      const seen = { mean: boxes().map((one) => one.textContent), curves: curves() };
+      byId("average").click();
+      boxes()[0].querySelector("input").click();
+      Object.assign(seen, { single: boxes().map((one) => one.textContent), left: curves(),
+        rows: document.querySelectorAll("#comparison tr").length })""",
+    )
+    assert seen["mean"] == [" a (mean of 2 seeds)", " c"]
+    # The ends of the band have no names.
+    assert seen["curves"] == ["", "", "a (mean of 2 seeds) critic", "c critic"]
+    assert seen["single"] == [" a", " b", " c"] and seen["left"] == ["b critic", "c critic"]
+    assert seen["rows"] == 4
 
 
 def test_a_folder_without_a_run_is_named(tmp_path):
