@@ -112,7 +112,7 @@ def adapt_openrlhf(options: dict[str, str]) -> list[str]:
     return notes
 
 
-def convert_warmups(
+def adapt_run_length(
     options: dict[str, str], given: Mapping[str, str], base: Mapping[str, Any]
 ) -> list[str]:
     """Choose between steps and epochs, and count warm-ups that are shares of them; return notes.

@@ -105,7 +105,7 @@ def translate(framework: str, text: str) -> Translation:
         unread = [x for x in given if x.startswith("critic.") and x not in values]
         if unread:
             remarks.append(f"{', '.join(unread)}: this estimator has no critic")
-    notes += adaptations.convert_warmups(values, given, base)
+    notes += adaptations.adapt_run_length(values, given, base)
     notes += adaptations.make_valid(values, program, base, by_default)
     unchanged = {name for name in values if _is_unchanged(name, values, base)}
     is_default = {x for x in values if by_default.get(x) == values[x] != given.get(x)}

@@ -312,7 +312,7 @@ def inputs(tmp_path_factory):
     export_checkpoint(params, architecture, folder / "judge", source_folder=folder / "llama")
     chat = [{"role": "user", "content": problem}]
     row = {"messages": chat, "prompt": problem, "label": "5", "ground_truth": "5"}
-    row |= {"data_source": "openai/gsm8k", "chosen": "5", "rejected": "4"}
+    row |= {"data_source": "openai/gsm8k", "chosen": "5", "rejected": "4", "solution": "5"}
     (folder / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
     return folder
 
