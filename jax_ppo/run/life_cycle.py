@@ -154,7 +154,9 @@ def run_life_cycle(config: Config, workdir: Path, kind: TrainingKind) -> dict[st
                 training.running(),
                 training.open_journal(workdir, progress, compiled) as journal,
             ):
-                loop = StepLoop(training, sized, checkpoints, progress, journal, choice)
+                loop = StepLoop(
+                    training, sized, checkpoints, progress, journal, choice, kind.command
+                )
                 state, was_preempted = loop.take_steps()
                 journal.write_pending_report()
                 # A preempted run ends without an export: the next start resumes it.
@@ -230,6 +232,7 @@ class StepLoop:
     progress: Progress
     journal: Journal
     choice: SizeChoice  # of the sizes that are `auto`
+    command: str  # recorded, too: the checkpoints are of no other command
 
     @property
     def options(self) -> Trainer:
@@ -307,6 +310,7 @@ class StepLoop:
                 **self.training.fingerprints(),
                 **self.progress.history(),
                 "config": dataclasses.asdict(self.config),
+                "command": self.command,
             }
             trees = self.training.checkpoint_trees(state)
             self.checkpoints.save(self.completed_steps, trees, meta, quality)

@@ -106,6 +106,11 @@ def find_saved_run(config: Config, checkpoints: Checkpointer, command: str) -> S
             f"{latest}; give another --workdir, or remove it"
         )
     meta = checkpoints.restore(latest, {}).meta
+    if meta.get("command", command) != command:
+        raise UserError(
+            f"--workdir: the work directory holds checkpoints of jax_ppo.{meta['command']}, which "
+            f"jax_ppo.{command} cannot resume; give another --workdir"
+        )
     values = former_values(meta["config"])
     changes, lines = {}, []
     for option in all_options():

@@ -212,6 +212,18 @@ def test_options_are_compared_before_a_run_is_built(change, memory, tmp_path, mo
         life_cycle.run_life_cycle(tiny.config(**change), tmp_path, kind)
 
 
+def test_the_work_directory_of_another_command_is_refused():
+    """Regression: the parameters of the checkpoint were said to be of another model."""
+    config = tiny.config()
+    meta = {"command": "sft", "config": dataclasses.asdict(config)}
+    checkpoints = types.SimpleNamespace(
+        latest_step=lambda: 3, restore=lambda step, abstract: Restored({}, meta)
+    )
+    with pytest.raises(UserError, match=r"checkpoints of jax_ppo.sft, which jax_ppo.train cannot"):
+        progress.find_saved_run(config, checkpoints, "train")
+    assert progress.find_saved_run(config, checkpoints, "sft").step == 3
+
+
 def test_rows_that_move_from_memory_to_a_cache_are_compared_by_their_number():
     saved = dataclasses.asdict(tiny.config())
     cached = {"rows": 8, "cache": "beef", "weights": None}

@@ -147,6 +147,7 @@ def test_a_step_whose_evaluation_fails_is_saved_and_its_evaluation_is_pending():
             save=lambda step, trees, meta, quality: saved.append((step, trees, meta, quality)),
             wait=lambda: saved.append("waited"),
         ),
+        command="train",
         choice=None,
         progress=Progress(),
         journal=types.SimpleNamespace(
