@@ -9,14 +9,12 @@ and K^r and Q^r projections of one table of relative positions,
 
     A_ij = (Q_i . K_j  +  Q_i . K^r_delta(i,j)  +  K_j . Q^r_delta(i,j)) / sqrt(3 d)
 
-The parameters are a nested dict (L: stacked layers; S: relative span; those in parentheses exist
-only if config.json asks for them):
+The projections are those of the content. The parameters are a nested dict (L: stacked layers; S:
+relative span; those in parentheses exist only if config.json asks for a convolution):
 
-    words/embedding [V, E], (places/embedding [positions, E]), (embed_proj/kernel [E, D])
-    embed_norm/{scale, bias} [D]
-    relative/embedding [2 S, D], (relative_norm/{scale, bias} [D])
+    {words/embedding [V, D], relative/embedding [2 S, D]}
+    {embed_norm, relative_norm}/{scale, bias} [D]
     layers/attention/{q_proj, k_proj, v_proj, o_proj}/{kernel [L, D, D], bias [L, D]}
-    (layers/attention/{pos_k_proj, pos_q_proj}/{kernel [L, D, D], bias [L, D]})
     layers/mlp/{up_proj, down_proj}/{kernel [L, in, out], bias [L, out]}
     layers/{attention_norm, mlp_norm}/{scale, bias} [L, D]
     (conv/{kernel [taps, D, D], bias [D]}, conv_norm/{scale, bias} [D])
@@ -34,15 +32,10 @@ from jaxtyping import Array, Float, Int
 
 from jax_ppo.models.attention import MASKED_LOGIT
 from jax_ppo.models.hf.deberta import DebertaArchitecture
-from jax_ppo.models.layers import ACTIVATION_FUNCTIONS as DECODERS_ACTIVATIONS
-from jax_ppo.models.layers import layer_norm
+from jax_ppo.models.layers import ACTIVATION_FUNCTIONS, layer_norm
 from jax_ppo.types import Params
 
-ACTIVATION_FUNCTIONS = DECODERS_ACTIVATIONS | {
-    "gelu_new": nn.gelu,
-    "relu": nn.relu,
-    "tanh": nn.tanh,
-}
+gelu = ACTIVATION_FUNCTIONS["gelu"]
 
 
 class EncoderModule(nn.Module):
@@ -60,28 +53,26 @@ class EncoderModule(nn.Module):
         """Return `x` after a LayerNorm."""
         return layer_norm(x, **params, epsilon=self.architecture.norm_epsilon)
 
-    def embedding(self, name: str, rows: int, width: int) -> jax.Array:
-        """Return a table [rows, width]."""
-        init = nn.initializers.normal(0.02)
-        return self.param(name, lambda key: {"embedding": init(key, (rows, width))})["embedding"]
+    def embedding(self, name: str, rows: int) -> jax.Array:
+        """Return a table [rows, D]."""
+        init, shape = nn.initializers.normal(0.02), (rows, self.architecture.hidden_size)
+        return self.param(name, lambda key: {"embedding": init(key, shape)})["embedding"]
 
 
 def relative_buckets(distance: np.ndarray, a: DebertaArchitecture) -> np.ndarray:
     """Return the rows of these distances in the table of relative positions, int32.
 
-    With log_buckets, each distance up to S / 2 has a separate row. Beyond, rows cover ranges that
-    grow geometrically up to max_relative_distance, and the last row covers everything farther.
+    Each distance up to S / 2 has a separate row. Beyond, rows cover ranges that grow geometrically
+    up to max_position_embeddings, and the last row covers everything farther.
     """
     span = a.relative_span
-    bucket = distance
-    if a.log_buckets:
-        middle = span // 2
-        ratio = np.maximum(np.abs(distance), middle).astype(np.float32) / np.float32(middle)
-        # In float32, as in training: another rounding of the logarithm could be another bucket.
-        share = np.log(ratio) / np.log(np.float32((a.max_relative_distance - 1) / middle))
-        far_bucket = np.ceil(share * np.float32(middle - 1)).astype(np.int32) + middle
-        is_near = np.abs(distance) <= middle
-        bucket = np.where(is_near, distance, far_bucket * np.sign(distance))
+    middle = span // 2
+    ratio = np.maximum(np.abs(distance), middle).astype(np.float32) / np.float32(middle)
+    # In float32, as in training: another rounding of the logarithm could be another bucket.
+    share = np.log(ratio) / np.log(np.float32((a.max_position_embeddings - 1) / middle))
+    far_bucket = np.ceil(share * np.float32(middle - 1)).astype(np.int32) + middle
+    is_near = np.abs(distance) <= middle
+    bucket = np.where(is_near, distance, far_bucket * np.sign(distance))
     return np.clip(bucket + span, 0, 2 * span - 1).astype(np.int32)
 
 
@@ -107,13 +98,9 @@ class Attention(EncoderModule):
         """Return the output [B, T, D]; `visible_BxTxT` is true where i attends to j."""
         a = self.architecture
         T = x_BxTxD.shape[1]
-        position_queries = "q_proj" if a.share_keys else "pos_q_proj"
-        position_keys = "k_proj" if a.share_keys else "pos_k_proj"
-        # Shared projections appear twice and are created once.
-        names = ("q_proj", "k_proj", "v_proj", "o_proj", position_queries, position_keys)
         dense = {
             name: nn.Dense(a.hidden_size, dtype=self.dtype, name=name)
-            for name in dict.fromkeys(names)
+            for name in ("q_proj", "k_proj", "v_proj", "o_proj")
         }
 
         def project(name: str, x: jax.Array) -> jax.Array:
@@ -122,24 +109,19 @@ class Attention(EncoderModule):
         def product(axes: str, left: jax.Array, right: jax.Array) -> jax.Array:
             return jnp.einsum(axes, left, right, preferred_element_type=jnp.float32)
 
-        # Each product that is added increases the variance of the logit.
-        num_terms = 1 + a.content_to_position + a.position_to_content
-        scale = 1 / math.sqrt(a.head_dim * num_terms)
         q = project("q_proj", x_BxTxD)
         k = project("k_proj", x_BxTxD)
         v = project("v_proj", x_BxTxD)
+        scale = 1 / math.sqrt(3 * a.head_dim)
         logits_BxHxTxT = product("bihd,bjhd->bhij", q * scale, k)
         column = np.arange(2 * T)  # f in the products below
-        if a.content_to_position:  # f = j - i + T - 1
-            buckets = relative_buckets(T - 1 - column, a)
-            keys = project(position_keys, relative_2SxD)[buckets]
-            logits_BxHxTxT += align_distances(product("bihd,fhd->bhif", q * scale, keys))
-        if a.position_to_content:  # f = i - j + T - 1
-            buckets = relative_buckets(column - (T - 1), a)
-            queries = project(position_queries, relative_2SxD)[buckets]
-            # Here rows are keys: the result is transposed to rows of queries.
-            by_distance = product("bjhd,fhd->bhjf", k * scale, queries)
-            logits_BxHxTxT += align_distances(by_distance).swapaxes(-1, -2)
+        # Content to position: f = j - i + T - 1.
+        keys = project("k_proj", relative_2SxD)[relative_buckets(T - 1 - column, a)]
+        logits_BxHxTxT += align_distances(product("bihd,fhd->bhif", q * scale, keys))
+        # Position to content: f = i - j + T - 1. Here rows are keys, and the result is transposed.
+        queries = project("q_proj", relative_2SxD)[relative_buckets(column - (T - 1), a)]
+        by_distance = product("bjhd,fhd->bhjf", k * scale, queries)
+        logits_BxHxTxT += align_distances(by_distance).swapaxes(-1, -2)
         logits_BxHxTxT = jnp.where(visible_BxTxT[:, None], logits_BxHxTxT, MASKED_LOGIT)
         weights = jax.nn.softmax(logits_BxHxTxT, axis=-1).astype(v.dtype)
         out = jnp.einsum("bhij,bjhd->bihd", weights, v)
@@ -154,8 +136,7 @@ class MLP(EncoderModule):
         """Return the output, [..., D]."""
         a = self.architecture
         x = nn.Dense(a.intermediate_size, dtype=self.dtype, name="up_proj")(x)
-        x = ACTIVATION_FUNCTIONS[a.activation](x)
-        return nn.Dense(a.hidden_size, dtype=self.dtype, name="down_proj")(x)
+        return nn.Dense(a.hidden_size, dtype=self.dtype, name="down_proj")(gelu(x))
 
 
 class Layer(EncoderModule):
@@ -204,7 +185,7 @@ class Convolution(EncoderModule):
             same_text = (segments[:, tap : tap + T] == segments_BxT)[..., None]
             neighbours = jnp.where(same_text, x[:, tap : tap + T], 0)
             out = out + neighbours @ kernel[tap].astype(self.dtype)
-        return ACTIVATION_FUNCTIONS[a.conv_activation](out)
+        return gelu(out)
 
 
 class Deberta(EncoderModule):
@@ -212,28 +193,23 @@ class Deberta(EncoderModule):
 
     @nn.compact
     def __call__(
-        self,
-        tokens_BxT: Int[Array, "B T"],
-        positions_BxT: Int[Array, "B T"],
-        segments_BxT: Int[Array, "B T"],
+        self, tokens_BxT: Int[Array, "B T"], segments_BxT: Int[Array, "B T"]
     ) -> Float[Array, "B T"]:
         """Score texts; a row may hold several.
 
         Args:
           tokens_BxT: token ids.
-          positions_BxT: position of each token in its text, from 0.
-          segments_BxT: A token attends to the tokens in its row that have the same segment. The
+          segments_BxT: a token attends to the tokens in its row that have the same segment. The
             tokens of a text are contiguous.
 
         Returns:
           The score of each text at its first token, float32. Other entries are meaningless.
         """
         a = self.architecture
-        x = self._embed(tokens_BxT, positions_BxT)
-        relative = self.embedding("relative", 2 * a.relative_span, a.hidden_size)
-        relative = relative.astype(self.dtype)
-        if a.norm_relative:
-            relative = self.apply_norm(relative, self.norm_params("relative_norm"))
+        x = self.embedding("words", a.vocab_size)[tokens_BxT].astype(self.dtype)
+        x = self.apply_norm(x, self.norm_params("embed_norm"))
+        relative = self.embedding("relative", 2 * a.relative_span).astype(self.dtype)
+        relative = self.apply_norm(relative, self.norm_params("relative_norm"))
         conv = conv_norm = None
         if a.conv_kernel_size:
             # The convolution reads the embeddings, so it runs once, before the layers.
@@ -251,22 +227,10 @@ class Deberta(EncoderModule):
         layers = stack(a, self.dtype, name="layers")
         x = layers(x, is_first, relative, visible, conv, conv_norm)[0]
         x = nn.Dense(a.hidden_size, dtype=self.dtype, name="pooler")(x)
-        x = ACTIVATION_FUNCTIONS[a.pooler_activation](x)
-        return nn.Dense(1, dtype=jnp.float32, name="score")(x)[..., 0]
-
-    def _embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        """Return the input of the first layer, [B, T, D]."""
-        a = self.architecture
-        x = self.embedding("words", a.vocab_size, a.embedding_size)[tokens].astype(self.dtype)
-        if a.absolute_positions:
-            table = self.embedding("places", a.max_position_embeddings, a.embedding_size)
-            x += table[positions].astype(self.dtype)
-        if a.embedding_size != a.hidden_size:
-            x = nn.Dense(a.hidden_size, use_bias=False, dtype=self.dtype, name="embed_proj")(x)
-        return self.apply_norm(x, self.norm_params("embed_norm"))
+        return nn.Dense(1, dtype=jnp.float32, name="score")(gelu(x))[..., 0]
 
 
 def init_deberta_params(model: Deberta, key: jax.Array) -> Params:
     """Return random parameters."""
     one_token = jnp.zeros((1, 1), jnp.int32)
-    return model.init(key, one_token, one_token, one_token)["params"]
+    return model.init(key, one_token, one_token)["params"]

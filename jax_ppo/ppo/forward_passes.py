@@ -360,10 +360,8 @@ def reward_model_scores(
     def micro_batch(i: jax.Array, scores_B: jax.Array) -> jax.Array:
         rows = gather_micro_batch(sequences, rows_of_batches, i)
         if isinstance(model, Deberta):
-            values = cast(
-                jax.Array,
-                model.apply({"params": params}, rows.tokens, rows.positions, rows.segments),
-            )
+            output = model.apply({"params": params}, rows.tokens, rows.segments)
+            values = cast(jax.Array, output)
         else:
             values = forward.scalar_outputs(model, params, rows)
         return forward.write_values_at(values, rows, positions_B, scores_B)

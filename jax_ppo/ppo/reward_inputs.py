@@ -128,14 +128,10 @@ def _make_reader(
         is_chat = tokenizer.chat_template and prompts_are_chats
         form = "pair" if is_encoder else "chat" if is_chat else "text"
     if isinstance(architecture, DebertaArchitecture):
-        # Without absolute positions there is no table that a longer input would run out of.
-        longest, is_bounded = (
-            architecture.max_position_embeddings,
-            architecture.absolute_positions,
-        )
+        longest = architecture.max_position_embeddings  # no limit: distances have embeddings
     else:
-        longest, is_bounded = rope.max_sequence_length(architecture), True
-    if is_bounded and (options.max_length or 0) > longest:
+        longest = rope.max_sequence_length(architecture)
+    if not is_encoder and (options.max_length or 0) > longest:
         raise UserError(
             f"config.reward.max_length={options.max_length}: the reward model takes {longest} "
             "tokens at most (its config.json)"

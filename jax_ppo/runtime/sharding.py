@@ -57,8 +57,7 @@ ENCODER_RULES: Rules = (
     (r"positions/embedding", P()),
     (r"score/kernel", P(WEIGHTS, None)),
     # An encoder. Its words are not split over `model`: DeBERTa-v3 has 128,100 of them.
-    (r"(words|places|relative)/embedding", P(None, WEIGHTS)),
-    (r"embed_proj/kernel", P(WEIGHTS, None)),
+    (r"(words|relative)/embedding", P(None, WEIGHTS)),
     (r"conv/kernel", P(None, WEIGHTS, "model")),
     (r"pooler/kernel", P(WEIGHTS, "model")),
     (r"(conv|pooler|score)/bias", P()),

@@ -45,18 +45,10 @@ V3 = {  # deberta-v3's config.json, small
     "pad_token_id": 0,
     "num_labels": 1,
 }
+CONVOLUTION = {"conv_kernel_size": 3, "conv_act": "gelu"}
 VARIANTS = {
     "v3": {},
-    "v2, a convolution": {"conv_kernel_size": 3, "conv_act": "gelu"},
-    "a wide convolution": {"conv_kernel_size": 5, "conv_act": "tanh", "num_hidden_layers": 1},
-    "without buckets": {"position_buckets": -1, "max_relative_positions": 6},
-    "keys of their own": {"share_att_key": False, "norm_rel_ebd": "none"},
-    "content to position alone": {"pos_att_type": ["c2p"], "share_att_key": False},
-    "position to content alone": {"pos_att_type": ["p2c"], "max_relative_positions": 20},
-    "content alone": {"pos_att_type": None},
-    "absolute positions too": {"position_biased_input": True},
-    "a narrow embedding": {"embedding_size": 24},
-    "other activations": {"hidden_act": "gelu_new", "pooler_hidden_act": "tanh"},
+    "v2, a convolution": CONVOLUTION,
 }
 
 
@@ -84,17 +76,15 @@ def load(folder, dtype=jnp.float32):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def scores(model, params, tokens, positions, segments):
-    return model.apply({"params": params}, tokens, positions, segments)
+def scores(model, params, tokens, segments):
+    return model.apply({"params": params}, tokens, segments)
 
 
 def score_padded_rows(model, params, ids, lengths):
     """Return the scores of padded rows with one sequence each."""
     column = np.arange(ids.shape[1])[None]
     filled = column < np.asarray(lengths)[:, None]
-    return np.asarray(
-        scores(model, params, ids, np.where(filled, column, 0), np.where(filled, 0, -1))
-    )[:, 0]
+    return np.asarray(scores(model, params, ids, np.where(filled, 0, -1)))[:, 0]
 
 
 def theirs(checkpoint, ids, lengths=None):
@@ -124,15 +114,7 @@ def live_scores(model, ids, lengths=None):
 IDS, LENGTHS = reference.tokens(6, 40), [40, 3, 17, 29, 1, 8]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        if name in ("v3", "v2, a convolution")
-        else pytest.param(name, marks=pytest.mark.exhaustive)
-        for name in VARIANTS
-    ],
-)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_scores_are_those_of_transformers(name, tmp_path):
     """Texts are alone in a row, padded, and packed into one row."""
     model, ours = make(tmp_path, **VARIANTS[name]), load(tmp_path)
@@ -145,17 +127,16 @@ def test_scores_are_those_of_transformers(name, tmp_path):
     members = [2, 1, 3, 4, 5]
     row = np.concatenate([IDS[i, : LENGTHS[i]] for i in members] + [np.zeros(6, np.int32)])[None]
     segments = np.concatenate([np.full(LENGTHS[i], i) for i in members] + [np.full(6, -1)])[None]
-    positions = np.concatenate([np.arange(LENGTHS[i]) for i in members] + [np.zeros(6, int)])[None]
     starts = np.cumsum([0] + [LENGTHS[i] for i in members[:-1]])
     np.testing.assert_allclose(
-        scores(*ours, row, positions, segments)[0, starts], padded[members], rtol=1e-4, atol=1e-5
+        scores(*ours, row, segments)[0, starts], padded[members], rtol=1e-4, atol=1e-5
     )
 
 
 @pytest.mark.parametrize(("span", "longest"), [(256, 512), (8, 64), (32, 40), (6, 512)])
 def test_every_distance_falls_into_the_bucket_of_transformers(span, longest):
     architecture = deberta_from_hf_config(
-        V3 | {"position_buckets": span, "max_relative_positions": longest}
+        V3 | {"position_buckets": span, "max_position_embeddings": longest}
     )
     distance = np.arange(-2 * longest, 2 * longest)
 
@@ -235,15 +216,9 @@ def test_tensors_that_change_nothing_are_ignored(tmp_path):
     make(tmp_path)
     positions = "deberta.embeddings.position_ids"
     table = "deberta.embeddings.position_embeddings.weight"
-    ordered = np.arange(64)[None]
-    reference.rewrite_tensors(tmp_path, {positions: ordered, table: np.zeros((64, 32), np.float32)})
+    unread = {positions: np.arange(64)[None], table: np.ones((64, 32), np.float32)}
+    reference.rewrite_tensors(tmp_path, unread)
     read_reward_architecture(tmp_path)
-    # With other values they would change something, had the model been made to read them.
-    for name, harmless in ((positions, ordered), (table, np.zeros((64, 32), np.float32))):
-        reference.rewrite_tensors(tmp_path, {name: harmless + 1})
-        with pytest.raises(UserError, match=f"has 1 tensors that this model would not use: {name}"):
-            read_reward_architecture(tmp_path)
-        reference.rewrite_tensors(tmp_path, {name: harmless})
 
 
 @pytest.mark.parametrize(
@@ -251,21 +226,18 @@ def test_tensors_that_change_nothing_are_ignored(tmp_path):
     [
         ({"relative_attention": False}, "relative_attention False is not supported, only True is"),
         ({"type_vocab_size": 2}, "type_vocab_size 2 is not supported, only 0 is"),
-        (
-            {"conv_kernel_size": 4},
-            "conv_kernel_size 4 is not supported, only 0 and odd numbers are",
-        ),
-        ({"conv_kernel_size": 3, "conv_groups": 2}, "conv_groups 2 is not supported, only 1 is"),
-        (
-            {"conv_kernel_size": 3, "conv_act": "mish"},
-            "conv_act 'mish' is not supported, only gelu",
-        ),
-        ({"hidden_act": "swish"}, "hidden_act 'swish' is not supported, only gelu, "),
-        (
-            {"pos_att_type": "p2c|p2p"},
-            "pos_att_type 'p2p' is not supported, only c2p, p2c and none are",
-        ),
-        ({"norm_rel_ebd": "batch_norm"}, "norm_rel_ebd 'batch_norm' is not supported"),
+        ({"conv_kernel_size": 5}, "conv_kernel_size 5 is not supported, only 0 and 3 are"),
+        (CONVOLUTION | {"conv_groups": 2}, "conv_groups 2 is not supported, only 1 is"),
+        ({"conv_kernel_size": 3}, "conv_act 'tanh' is not supported, only 'gelu' is"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported, only 'gelu' is"),
+        ({"pooler_hidden_act": None}, "pooler_hidden_act None is not supported, only 'gelu' is"),
+        ({"pos_att_type": "p2c|p2p"}, "pos_att_type 'p2c|p2p' is not supported, only 'p2c|c2p' is"),
+        ({"pos_att_type": ["c2p"]}, "pos_att_type ['c2p'] is not supported, only 'p2c|c2p' is"),
+        ({"norm_rel_ebd": "none"}, "norm_rel_ebd 'none' is not supported, only 'layer_norm' is"),
+        ({"position_biased_input": True}, "position_biased_input True is not supported"),
+        ({"share_att_key": False}, "share_att_key False is not supported, only True is"),
+        ({"max_relative_positions": 20}, "max_relative_positions 20 is not supported, only -1 is"),
+        ({"embedding_size": 24}, "embedding_size 24 is not supported, only 32 is"),
         ({"attention_head_size": 16}, "attention_head_size 16 is not supported, only 8 is"),
         ({"pooler_hidden_size": 16}, "pooler_hidden_size 16 is not supported, only 32 is"),
         ({"num_attention_heads": 5}, "num_attention_heads=5 must divide hidden_size=32"),
@@ -276,13 +248,10 @@ def test_tensors_that_change_nothing_are_ignored(tmp_path):
         ({"position_buckets": "8"}, "position_buckets must be a whole number; it is '8'"),
         ({"position_buckets": 1}, "position_buckets=1 is not supported with distances up to 64"),
         ({"position_buckets": None}, "position_buckets must be a whole number; it is None"),
-        ({"max_relative_positions": 4.0}, "max_relative_positions must be a whole number"),
-        ({"share_att_key": "false"}, "share_att_key must be true or false; it is 'false'"),
-        ({"position_biased_input": 0}, "position_biased_input must be true or false; it is 0"),
-        ({"relative_attention": "True"}, "relative_attention must be true or false; it is 'True'"),
+        ({"position_buckets": -1}, "position_buckets=-1 is not supported with distances up to 64"),
+        ({"position_biased_input": 0}, "position_biased_input 0 is not supported, only False is"),
+        ({"relative_attention": "True"}, "relative_attention 'True' is not supported"),
         ({"pos_att_type": 3}, "pos_att_type must be a list of strings; it is 3"),
-        ({"norm_rel_ebd": ["layer_norm"]}, "norm_rel_ebd must be a string; it is ['layer_norm']"),
-        ({"hidden_act": ["gelu"]}, "hidden_act must be a string; it is ['gelu']"),
         ({"layer_norm_eps": "1e-7"}, "layer_norm_eps must be a finite number; it is '1e-7'"),
         ({"num_experts": 8}, "num_experts is an unknown field"),
         ({"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4} is not supported"),
@@ -294,11 +263,21 @@ def test_configurations_that_are_not_supported(change, message):
     assert message in str(caught.value) and str(caught.value).startswith("config.json: ")
 
 
-@pytest.mark.parametrize("field", ["position_biased_input", "layer_norm_eps", "hidden_act"])
+@pytest.mark.parametrize("field", ["layer_norm_eps", "hidden_act", "conv_groups"])
 def test_fields_that_are_left_out_have_the_defaults_of_transformers(field):
-    default = getattr(transformers.DebertaV2Config(), field)
+    default = getattr(transformers.DebertaV2Config(), field, 1)
+    without = {name: value for name, value in (V3 | CONVOLUTION).items() if name != field}
+    assert deberta_from_hf_config(without) == deberta_from_hf_config(without | {field: default})
+
+
+@pytest.mark.parametrize(
+    ("field", "default"),
+    [("norm_rel_ebd", "none"), ("position_biased_input", True), ("share_att_key", False)],
+)
+def test_a_field_whose_default_is_another_model_must_not_be_left_out(field, default):
     without = {name: value for name, value in V3.items() if name != field}
-    assert deberta_from_hf_config(without) == deberta_from_hf_config(V3 | {field: default})
+    with pytest.raises(UserError, match=f"{field} {default!r} is not supported"):
+        deberta_from_hf_config(without)
 
 
 def test_what_is_no_reward_model(tmp_path):
@@ -390,7 +369,7 @@ def test_every_change_of_a_field_gives_equal_scores_or_a_refusal(tmp_path):
         harmless=HARMLESS_FIELDS | UNUSED_FIELDS,
     )
     accepted, refused = sweep.run(config_sweep.change_each_field(sweep.config, sweep.config))
-    assert accepted > 50 and refused > 100
+    assert accepted > 20 and refused > 100
     accepted, refused = sweep.run(config_sweep.add_fields(sweep.config, ADDED))
     assert accepted > 5 and refused > 10
     unread = {name: UNUSED_VALUES for name in UNUSED_FIELDS if name not in sweep.config}

@@ -42,7 +42,9 @@ def actors(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
-    return reward_models.deberta(tmp_path_factory.mktemp("deberta"), conv_kernel_size=3)
+    return reward_models.deberta(
+        tmp_path_factory.mktemp("deberta"), conv_kernel_size=3, conv_act="gelu"
+    )
 
 
 @pytest.fixture(scope="module")

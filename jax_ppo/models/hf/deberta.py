@@ -1,31 +1,44 @@
 """Description of a DeBERTa-v2 or v3 encoder: its config.json and the tensors of its checkpoints."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 from flax import traverse_util
 
 from jax_ppo.models.hf.fields import HARMLESS_FIELDS, MAX_LAYERS, ConfigReader, require_divisor
 from jax_ppo.models.hf.tensors import TensorMapping, TensorTable
 
-ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "tanh")
-DEFAULTS = {  # values that transformers uses for missing fields, besides null and False
+# Fields that all published models of v2 and v3 agree on. The encoder has no other variants.
+SUPPORTED = {
+    "hidden_act": "gelu",
+    "max_relative_positions": -1,
+    "norm_rel_ebd": "layer_norm",
+    "pooler_hidden_act": "gelu",
+    "position_biased_input": False,
+    "relative_attention": True,
+    "share_att_key": True,
+    "type_vocab_size": 0,
+}
+# The same, if there is a convolution.
+SUPPORTED_CONVOLUTION = {"conv_act": "gelu", "conv_groups": 1}
+DEFAULTS = {  # values that transformers uses for missing fields, where they are not supported ones
     "conv_act": "tanh",
     "conv_kernel_size": 0,
-    "hidden_act": "gelu",
     "layer_norm_eps": 1e-7,
     "max_position_embeddings": 512,
-    "max_relative_positions": -1,
     "norm_rel_ebd": "none",
-    "pooler_hidden_act": "gelu",
     "position_biased_input": True,
     "position_buckets": -1,
+    "relative_attention": False,
+    "share_att_key": False,
 }
 # Fields of config.json, besides the common ones, that do not change the scores.
 UNUSED_FIELDS = frozenset(
     {"legacy", "summary_activation", "summary_type", "summary_use_proj", "tie_word_embeddings"}
+)
+# Tensors of some checkpoints that neither transformers nor this model reads.
+UNUSED_TENSORS = frozenset(
+    {"deberta.embeddings.position_ids", "deberta.embeddings.position_embeddings.weight"}
 )
 
 
@@ -35,26 +48,14 @@ class DebertaArchitecture:
 
     family: str  # Hugging Face's `model_type`
     vocab_size: int  # V, number of rows of the word embedding
-    embedding_size: int  # E, width of the word embedding; if it is not D, a projection follows
     hidden_size: int  # D
     intermediate_size: int  # width of the MLP
     num_layers: int
     num_heads: int  # divides `hidden_size`
-    activation: str = "gelu"  # of the MLP, one of `ACTIVATIONS`
-    pooler_activation: str = "gelu"
-    conv_activation: str = "tanh"
-    norm_epsilon: float = 1e-7
-    max_position_embeddings: int = 512  # longest sequence that the model was made for, in tokens
-    absolute_positions: bool = True  # they are embedded, and added to the word embeddings
-    relative_span: int = 512  # S; each relative distance from -S to S - 1 has an embedding
-    # Distant positions share embeddings in growing buckets (position_buckets > 0 in config.json).
-    log_buckets: bool = False
-    max_relative_distance: int = 512  # with `log_buckets`, the distance where the last bucket ends
-    content_to_position: bool = False  # attention has the term of a query and a relative position
-    position_to_content: bool = False  # ... of a relative position and a key
-    share_keys: bool = False  # these terms use the projections of the content
-    norm_relative: bool = False  # the embeddings of distances are normalized by a LayerNorm
-    conv_kernel_size: int = 0  # of the convolution beside the first layer, odd; 0: none
+    norm_epsilon: float
+    max_position_embeddings: int  # longest sequence that the model was made for, in tokens
+    relative_span: int  # S; the distances share 2 S embeddings, in buckets that grow from S / 2 on
+    conv_kernel_size: int  # of the convolution beside the first layer, 3, or 0: there is none
 
     @property
     def head_dim(self) -> int:
@@ -67,109 +68,52 @@ class DebertaArchitecture:
         return self.num_heads
 
 
-# Tensors of some checkpoints that the model does not read, and the values that it uses instead.
-UNUSED_TENSORS: Mapping[str, Callable[[DebertaArchitecture], np.ndarray]] = {
-    "deberta.embeddings.position_ids": lambda a: np.arange(a.max_position_embeddings),
-    "deberta.embeddings.position_embeddings.weight": lambda _: np.array(0),
-}
-
-
 def deberta_from_hf_config(config: dict[str, Any]) -> DebertaArchitecture:
     """Return the architecture that config.json describes; raise `UserError` if unsupported."""
     reader = ConfigReader(config, DEFAULTS)
     hidden_size = reader.integer("hidden_size")
     num_heads = reader.integer("num_attention_heads")
     require_divisor("num_attention_heads", num_heads, "hidden_size", hidden_size)
-    kernel_size = reader.integer("conv_kernel_size", minimum=-1)
-    if kernel_size < 0 or (kernel_size and kernel_size % 2 == 0):
-        raise reader.unsupported("conv_kernel_size", kernel_size, "0 and odd numbers are")
-    _refuse_unsupported(reader, hidden_size, num_heads)
-    attention_terms = _read_words(reader, "pos_att_type", ("c2p", "p2c"), or_list=True)
-    norms = _read_words(reader, "norm_rel_ebd", ("layer_norm",))
+    kernel_size = reader.integer("conv_kernel_size", minimum=0)
+    if kernel_size not in (0, 3):
+        raise reader.unsupported("conv_kernel_size", kernel_size, "0 and 3 are")
+    max_length = reader.integer("max_position_embeddings")
+    span = reader.integer("position_buckets", minimum=-1)
+    # Buckets beyond the middle grow up to the longest distance, which must lie beyond it.
+    if not 0 < span // 2 < max_length - 1:
+        raise reader.error(
+            f"position_buckets={span} is not supported with distances up to {max_length}, only 2 "
+            f"to {2 * max_length - 3} are"
+        )
+    supported = SUPPORTED | (SUPPORTED_CONVOLUTION if kernel_size else {})
+    supported |= dict.fromkeys(("embedding_size", "pooler_hidden_size"), hidden_size)
+    supported |= {"attention_head_size": hidden_size // num_heads}
+    for name, value in supported.items():
+        found = reader.any_value(name, value)
+        if type(found) is not type(value) or found != value:
+            raise reader.unsupported(name, found, f"{value!r} is")
+    terms = reader.any_value("pos_att_type")
+    words = terms.lower().split("|") if isinstance(terms, str) else reader.strings("pos_att_type")
+    if {word.strip() for word in words or ()} != {"c2p", "p2c"}:
+        raise reader.unsupported("pos_att_type", terms, "'p2c|c2p' is")
     architecture = DebertaArchitecture(
         family=reader.string("model_type"),
         vocab_size=reader.integer("vocab_size"),
-        embedding_size=reader.optional_integer("embedding_size", nullable=False) or hidden_size,
         hidden_size=hidden_size,
         intermediate_size=reader.integer("intermediate_size"),
         num_layers=reader.integer("num_hidden_layers", maximum=MAX_LAYERS),
         num_heads=num_heads,
-        activation=_read_activation(reader, "hidden_act"),
-        pooler_activation=_read_activation(reader, "pooler_hidden_act"),
-        conv_activation=_read_activation(reader, "conv_act"),
         norm_epsilon=reader.fraction("layer_norm_eps"),
-        absolute_positions=reader.boolean("position_biased_input"),
-        content_to_position="c2p" in attention_terms,
-        position_to_content="p2c" in attention_terms,
-        share_keys=reader.boolean("share_att_key"),
-        norm_relative="layer_norm" in norms,
+        max_position_embeddings=max_length,
+        relative_span=span,
         conv_kernel_size=kernel_size,
-        **_read_distances(reader),
     )
     # Read for validation only: the encoder uses no special ids.
     reader.token_id("bos_token_id")
     reader.token_id("pad_token_id", maximum=architecture.vocab_size - 1)
     reader.token_ids("eos_token_id")
-    reader.refuse_unread(HARMLESS_FIELDS | UNUSED_FIELDS)
+    reader.refuse_unread(HARMLESS_FIELDS | UNUSED_FIELDS | SUPPORTED_CONVOLUTION.keys())
     return architecture
-
-
-def _read_distances(reader: ConfigReader) -> dict[str, Any]:
-    """Return the fields of the architecture that describe positions and their distances."""
-    max_length = reader.integer("max_position_embeddings")
-    max_distance = reader.integer("max_relative_positions", minimum=-1)
-    if max_distance < 1:  # -1 means the longest sequence
-        max_distance = max_length
-    buckets = reader.integer("position_buckets", minimum=-1)
-    has_buckets = buckets > 0
-    # Buckets beyond the middle grow up to the longest distance, which must lie beyond it.
-    if has_buckets and not 0 < buckets // 2 < max_distance - 1:
-        raise reader.error(
-            f"position_buckets={buckets} is not supported with distances up to {max_distance}, "
-            f"only 2 to {2 * max_distance - 3} are"
-        )
-    return {
-        "max_position_embeddings": max_length,
-        "max_relative_distance": max_distance,
-        "relative_span": buckets if has_buckets else max_distance,
-        "log_buckets": has_buckets,
-    }
-
-
-def _read_words(
-    reader: ConfigReader, name: str, supported: tuple[str, ...], or_list: bool = False
-) -> list[str]:
-    """Return the words of a text such as "p2c|c2p", except "none", or of a list if `or_list`."""
-    if or_list and not isinstance(reader.any_value(name), str):
-        words = reader.strings(name) or []
-    else:
-        words = [word.strip() for word in reader.string(name).lower().split("|")]
-        words = [word for word in words if word not in ("", "none")]
-    if unknown := [word for word in words if word not in supported]:
-        raise reader.unsupported(name, "|".join(unknown), f"{', '.join(supported)} and none are")
-    return words
-
-
-def _read_activation(reader: ConfigReader, name: str) -> str:
-    activation = reader.string(name)
-    if activation not in ACTIVATIONS:
-        raise reader.unsupported(name, activation, f"{', '.join(ACTIVATIONS)} are")
-    return activation
-
-
-def _refuse_unsupported(reader: ConfigReader, hidden_size: int, num_heads: int) -> None:
-    if not reader.boolean("relative_attention"):
-        raise reader.unsupported("relative_attention", False, "True is")
-    supported_sizes = {
-        "type_vocab_size": 0,
-        "conv_groups": 1,
-        "pooler_hidden_size": hidden_size,
-        "attention_head_size": hidden_size // num_heads,
-    }
-    for name, supported in supported_sizes.items():
-        size = reader.optional_integer(name, minimum=0, nullable=False)
-        if size is not None and size != supported:
-            raise reader.unsupported(name, size, f"{supported} is")
 
 
 def deberta_tensor_table(architecture: DebertaArchitecture) -> TensorTable:
@@ -179,11 +123,6 @@ def deberta_tensor_table(architecture: DebertaArchitecture) -> TensorTable:
     embeddings, encoder = "deberta.embeddings", "deberta.encoder"
     layer = f"{encoder}.layer.{{}}"
     projections = {"q_proj": "query_proj", "k_proj": "key_proj", "v_proj": "value_proj"}
-    # Checkpoints hold these projections only for the terms that are configured.
-    if a.content_to_position and not a.share_keys:
-        projections["pos_k_proj"] = "pos_key_proj"
-    if a.position_to_content and not a.share_keys:
-        projections["pos_q_proj"] = "pos_query_proj"
     attention = {
         name: _dense(f"{layer}.attention.self.{hf_name}", hidden, hidden, layers)
         for name, hf_name in projections.items()
@@ -191,9 +130,10 @@ def deberta_tensor_table(architecture: DebertaArchitecture) -> TensorTable:
     attention["o_proj"] = _dense(f"{layer}.attention.output.dense", hidden, hidden, layers)
     rows: dict[str, Any] = {
         "score": _dense("classifier", hidden, 1),  # first: its absence has a separate error message
-        "words": _embedding(f"{embeddings}.word_embeddings", a.vocab_size, a.embedding_size),
+        "words": _embedding(f"{embeddings}.word_embeddings", a.vocab_size, hidden),
         "embed_norm": _norm(embeddings, hidden),
         "relative": _embedding(f"{encoder}.rel_embeddings", 2 * a.relative_span, hidden),
+        "relative_norm": _norm(encoder, hidden),
         "layers": {
             "attention": attention,
             "attention_norm": _norm(f"{layer}.attention.output", hidden, layers),
@@ -205,15 +145,6 @@ def deberta_tensor_table(architecture: DebertaArchitecture) -> TensorTable:
         },
         "pooler": _dense("pooler.dense", hidden, hidden),
     }
-    # Without them the checkpoint's tensor, if it has one, is in UNUSED_TENSORS.
-    if a.absolute_positions:
-        name = f"{embeddings}.position_embeddings"
-        rows["places"] = _embedding(name, a.max_position_embeddings, a.embedding_size)
-    if a.embedding_size != hidden:
-        projection = _dense(f"{embeddings}.embed_proj", a.embedding_size, hidden)
-        rows["embed_proj"] = {"kernel": projection["kernel"]}
-    if a.norm_relative:
-        rows["relative_norm"] = _norm(encoder, hidden)
     if a.conv_kernel_size:
         name, shape = f"{encoder}.conv.conv", (a.conv_kernel_size, hidden, hidden)
         kernel = TensorMapping(f"{name}.weight", shape, transposed=True)

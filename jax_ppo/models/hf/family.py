@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Callable, Mapping, Set
 from typing import Any
 
-import numpy as np
-
 from jax_ppo.models.hf.deberta import DebertaArchitecture
 from jax_ppo.models.hf.tensors import TensorTable
 
@@ -125,10 +123,7 @@ class EncoderFamily:
 
     from_hf_config: Callable[[dict[str, Any]], DebertaArchitecture]
     tensor_table: Callable[[DebertaArchitecture], TensorTable]
-    # Tensors of a checkpoint that the model does not read, and the values that it uses instead.
-    unused_tensors: Mapping[str, Callable[[DebertaArchitecture], np.ndarray]] = dataclasses.field(
-        default_factory=dict
-    )
+    unused_tensors: Set[str]  # of some checkpoints, which the model does not read
 
 
 # The decoder's tensors in files of transformers and on the hub, and those that are left out.
