@@ -8,8 +8,7 @@ import dataclasses
 from typing import Any
 
 from jax_ppo.models.architecture import QUERY_GROWTH
-from jax_ppo.models.hf.deberta import UNUSED_TENSORS, deberta_from_hf_config, deberta_tensor_table
-from jax_ppo.models.hf.family import EncoderFamily, Family, Multimodal
+from jax_ppo.models.hf.family import Family, Multimodal
 
 # fmt: off
 # Without the formatter, as in config/schema.py: an entry is read as a paragraph of its class, what
@@ -321,5 +320,5 @@ MULTIMODAL = {
         {"qwen3_vl_text": {"rope_theta": 500_000.0, "max_position_embeddings": 128_000}}),
 }
 
-ENCODERS = {  # DeBERTa-v3 is v2 with another training objective, and has the same model_type
-    "deberta-v2": EncoderFamily(deberta_from_hf_config, deberta_tensor_table, UNUSED_TENSORS)}
+# The only encoder (hf/deberta.py): v3 is v2 with another training objective.
+DEBERTA = "deberta-v2"

@@ -1,11 +1,8 @@
 """The contents of an entry of the table of model families."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 from typing import Any
-
-from jax_ppo.models.hf.deberta import DebertaArchitecture
-from jax_ppo.models.hf.tensors import TensorTable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,15 +112,6 @@ class Family:
     def usual_name(self, name: str) -> str:
         """Return the usual name of a tensor."""
         return _replace_prefix(name, self.older_prefixes)
-
-
-@dataclasses.dataclass(frozen=True)
-class EncoderFamily:
-    """A family of encoders that serve as reward models."""
-
-    from_hf_config: Callable[[dict[str, Any]], DebertaArchitecture]
-    tensor_table: Callable[[DebertaArchitecture], TensorTable]
-    unused_tensors: Set[str]  # of some checkpoints, which the model does not read
 
 
 # The decoder's tensors in files of transformers and on the hub, and those that are left out.

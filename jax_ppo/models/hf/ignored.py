@@ -7,8 +7,7 @@ import numpy as np
 
 from jax_ppo.models import rope
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.hf.deberta import DebertaArchitecture
-from jax_ppo.models.hf.families import ENCODERS
+from jax_ppo.models.hf.deberta import UNUSED_TENSORS, DebertaArchitecture
 from jax_ppo.models.hf.files import SAFETENSORS_DTYPES, SafetensorsCheckpoint
 from jax_ppo.models.hf.names import tensor_table
 
@@ -38,7 +37,7 @@ def is_ignorable(
     Such a tensor belongs to a part that is not used, or holds the values that the model computes.
     """
     if isinstance(architecture, DebertaArchitecture):
-        return name in ENCODERS[architecture.family].unused_tensors
+        return name in UNUSED_TENSORS
     if name.endswith(ROTARY_FREQUENCIES):
         return _has_computed_frequencies(checkpoint, name, architecture)
     if name.endswith(CAUSAL_MASKS):

@@ -18,8 +18,8 @@ from jax_ppo.errors import UserError, nearest_name
 from jax_ppo.models.architecture import EXACT_PARAMETERS, Architecture
 from jax_ppo.models.hf import tensors
 from jax_ppo.models.hf.config import from_hf_config, text_config
-from jax_ppo.models.hf.deberta import DebertaArchitecture
-from jax_ppo.models.hf.families import ENCODERS, FAMILIES, MULTIMODAL
+from jax_ppo.models.hf.deberta import DebertaArchitecture, deberta_from_hf_config
+from jax_ppo.models.hf.families import DEBERTA, FAMILIES, MULTIMODAL
 from jax_ppo.models.hf.fields import ConfigReader, read_json_object
 from jax_ppo.models.hf.files import SAFETENSORS_DTYPES, SafetensorsCheckpoint
 from jax_ppo.models.hf.ignored import (
@@ -102,14 +102,14 @@ def read_reward_architecture(
     config = _read_config(folder)
     kind = str(config.get("model_type"))
     architecture: Architecture | DebertaArchitecture
-    if kind in ENCODERS:
-        architecture = ENCODERS[kind].from_hf_config(config)
+    if kind == DEBERTA:
+        architecture = deberta_from_hf_config(config)
     elif kind in FAMILIES or kind in MULTIMODAL:
         architecture = read_architecture(folder, needs_weights)
     else:
         raise UserError(
             f"{folder}: config.json's model_type {kind!r} is not supported for a reward model, "
-            f"only {', '.join((*FAMILIES, *MULTIMODAL, *ENCODERS))} are"
+            f"only {', '.join((*FAMILIES, *MULTIMODAL, DEBERTA))} are"
         )
     if needs_weights or has_weights(folder):
         with _open_checkpoint(folder) as checkpoint:

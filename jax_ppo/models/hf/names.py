@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax_ppo.models.architecture import BLOCKS, CORRECTION_BIAS, Architecture
-from jax_ppo.models.hf.deberta import DebertaArchitecture
-from jax_ppo.models.hf.families import ENCODERS, FAMILIES
+from jax_ppo.models.hf.deberta import DebertaArchitecture, deberta_tensor_table
+from jax_ppo.models.hf.families import FAMILIES
 from jax_ppo.models.hf.tensors import Fused, TensorMapping, TensorTable
 
 HEADS = ("lm", "scalar", "reward", "both", "token")
@@ -41,7 +41,7 @@ def tensor_table(
     if head not in HEADS:
         raise ValueError(f"head={head!r}: expected one of {', '.join(map(repr, HEADS))}")
     if isinstance(architecture, DebertaArchitecture):
-        return ENCODERS[architecture.family].tensor_table(architecture)
+        return deberta_tensor_table(architecture)
     a, D = architecture, architecture.hidden_size
     table = _DecoderTable(a)
     table.add_outside(("embed", "embedding"), "model.embed_tokens", (a.vocab_size, D))
@@ -136,8 +136,6 @@ def module_names(architecture: Architecture, projections: Sequence[str]) -> list
 
 
 class _DecoderTable:
-    """Collects the rows of a decoder's tensor table."""
-
     def __init__(self, architecture: Architecture) -> None:
         self.a = architecture
         self.family = FAMILIES[architecture.family]
@@ -147,13 +145,11 @@ class _DecoderTable:
         self.norm_parameters = {x: names[x] for x in BLOCKS[self.a.block].norm_parameters}
 
     def hf_name(self, name: str) -> str:
-        """Return the family's name of a module that most families call `name`."""
         return self.family.module_names.get(name, name)
 
     def add_outside(
         self, path: tuple[str, ...], module: str, shape: tuple[int, ...], parameter: str = "weight"
     ) -> None:
-        """Add a tensor of a module that belongs to no layer."""
         self.rows[path] = TensorMapping(f"{self.hf_name(module)}.{parameter}", shape)
 
     def add(
@@ -170,7 +166,6 @@ class _DecoderTable:
         self.rows["layers", *path] = row
 
     def add_scale(self, module: str, name: str, width: int, hf_name: str = "") -> None:
-        """Add the scale of an RMSNorm inside a module."""
         hf_name = f"{HF_MODULES[module]}.{hf_name or name}"
         self.add((module, name, "scale"), hf_name, (width,), ".weight")
 
@@ -184,7 +179,6 @@ class _DecoderTable:
         hf_name: str = "",
         fused: Fused | None = None,
     ) -> None:
-        """Add a projection inside a module."""
         hf_name = f"{HF_MODULES[module]}.{hf_name or name}"
         options: dict[str, Any] = {"transposed": not self.family.input_first, "fused": fused}
         self.add((module, name, "kernel"), hf_name, (inputs, outputs), ".weight", **options)

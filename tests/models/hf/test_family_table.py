@@ -13,7 +13,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.config_export import to_hf_config
-from jax_ppo.models.hf.families import ENCODERS, FAMILIES, MULTIMODAL
+from jax_ppo.models.hf.families import DEBERTA, FAMILIES, MULTIMODAL
 from jax_ppo.models.hf.family import Family
 from jax_ppo.models.hf.load import load_checkpoint, read_architecture
 from jax_ppo.models.hf.save import export_checkpoint
@@ -23,7 +23,7 @@ PACKAGE = pathlib.Path(__file__).parents[3] / "jax_ppo"
 TABLE = PACKAGE / "models/hf/families.py"
 # A window counts only if `use_sliding_window` is set.
 SWITCHED = ("last", "switched")
-NAMES = {*FAMILIES, *ENCODERS, *(family.class_prefix for family in FAMILIES.values())}
+NAMES = {*FAMILIES, DEBERTA, *(family.class_prefix for family in FAMILIES.values())}
 
 
 def family_literals(source):
