@@ -252,7 +252,6 @@ def group_mean_baseline(scores_B: Shaped[Array, " B"], n: int) -> Float[Array, "
 
 
 def _deviations_from_group_mean(scores_B: jax.Array, n: int) -> jax.Array:
-    """Return the scores less the mean of their group, [B / n, n]."""
     assert scores_B.ndim == 1, scores_B.shape
     assert n > 1 and scores_B.shape[0] % n == 0, (
         f"{scores_B.shape[0]} scores cannot be divided into groups of {n} samples, at least 2"

@@ -153,7 +153,6 @@ def mismatch(
     constants to differentiation; for an empty mask 0, and a correlation of 1.
     """
     assert_one_shape(logprobs=logprobs, sampled_logprobs=sampled_logprobs, mask=mask)
-    # Metrics only: no gradient may reach the loss through them.
     log_p = jax.lax.stop_gradient(zero_outside(logprobs, mask))
     log_q = jax.lax.stop_gradient(zero_outside(sampled_logprobs, mask))
     p = jnp.exp(log_p)

@@ -116,7 +116,6 @@ def _forward(
         results = (jnp.minimum(logprob, 0), jnp.maximum(entropy, 0), top + jnp.log(total))
         return tuple(chunks.write(buffer, x, i) for buffer, x in zip(buffers, results, strict=True))
 
-    # Only as many chunks as the fullest group needs are computed.
     empty = (chunks.buffer(jnp.float32),) * 3
     compact = jax.lax.fori_loop(0, chunks.count, process_chunk, empty)
     logprobs, entropy, logsumexp = (zero_outside(chunks.scatter(x), mask) for x in compact)

@@ -193,7 +193,6 @@ def update_moments(
         mean=moments.mean + delta * share,
         m2=moments.m2 + jnp.where(constant, 0.0, masked_variance(x, mask)) * count + between,
     )
-    # All three numbers are updated or none is.
     finite = jnp.isfinite(updated.mean) & jnp.isfinite(updated.m2)
     pairs = zip(updated, moments, strict=True)
     return Moments(*(jnp.where(finite, new, old) for new, old in pairs))

@@ -67,7 +67,6 @@ def gspo(batch: PolicyBatch, clip: Clip, sequence_sum: SequenceSum) -> PolicyLos
     s, and the log_ratio of the token.
     """
     log_ratio, _ = log_ratios_and_advantages(batch)
-    # The value of the whole response at each token, with the gradient of the token's ratio.
     log_s = _mean_over_response(log_ratio, batch, sequence_sum)
     # Against old log-probs of 0, the ratio that is clipped is s.
     against_zeros = batch._replace(logprobs=log_s, old_logprobs=jnp.zeros_like(log_s))
@@ -92,7 +91,6 @@ def gmpo(batch: PolicyBatch, clip: Clip, sequence_sum: SequenceSum) -> PolicyLos
     cut = jnp.where(  # each log-ratio is bounded on the side where the token would gain from moving
         advantages > 0, jnp.minimum(log_ratio, clip.high), jnp.maximum(log_ratio, -clip.low)
     )
-    # A mean of logs: the geometric mean of the ratios.
     ratio = jnp.exp(_mean_over_response(cut, batch, sequence_sum))
     return unclipped_result(-advantages * ratio, ratio, log_ratio)._replace(
         clipped=(cut != log_ratio).astype(jnp.float32)
@@ -113,7 +111,6 @@ def cispo(batch: PolicyBatch, clip: Clip) -> PolicyLoss:
     """
     log_ratio, advantages = log_ratios_and_advantages(batch)
     ratio = jnp.exp(log_ratio)
-    # The truncated ratio only weighs: the gradient is that of log pi.
     weight = jax.lax.stop_gradient(jnp.clip(ratio, 1.0 - clip.low, 1.0 + clip.high))
     loss = -weight * advantages * zero_outside(batch.logprobs, batch.mask)
     return unclipped_result(loss, ratio, log_ratio)._replace(

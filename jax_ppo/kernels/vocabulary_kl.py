@@ -93,7 +93,6 @@ def _full_kl(inputs: _Inputs, options: LogitOptions) -> jax.Array:
         )
         return chunks.write(kl, jnp.sum(terms, axis=-1), i)
 
-    # Only as many chunks as the fullest group needs are computed.
     kl = jax.lax.fori_loop(0, chunks.count, process_chunk, chunks.buffer(jnp.float32))
     return zero_outside(chunks.scatter(kl), mask)
 

@@ -207,11 +207,6 @@ class Architecture:
         return self.linear_layers or (False,) * self.num_layers
 
     @property
-    def layers_are_dense(self) -> tuple[bool, ...]:
-        """Return `dense_layers` with one entry per layer, also where no layer is dense."""
-        return self.dense_layers or (False,) * self.num_layers
-
-    @property
     def layers_are_shared(self) -> tuple[bool, ...]:
         """Return which layers are the last `shared_layers`."""
         return (False,) * (self.num_layers - self.shared_layers) + (True,) * self.shared_layers

@@ -195,8 +195,6 @@ def _attend_in_blocks(
     sliding_window: int | None,
     options: dict[str, Any],
 ) -> Queries:
-    """Return the attention of blocks of queries, each to its keys, with a mask as an array."""
-
     def attend_block(queries: slice, keys: slice) -> jax.Array:
         def attend(
             q: jax.Array, k: jax.Array, v: jax.Array, of_queries: jax.Array, of_keys: jax.Array

@@ -261,7 +261,6 @@ def _products(
     sinks: jax.Array | None = None,
     **options: float | None,
 ) -> Float[Array, "B 1 H d"]:
-    """Compute attention with matrix products, in the program's layout."""
     logits_BxKxGxS = cache_logits(program, q_Bx1xHxd, keys, readable_BxS, **options)
     if sinks is not None:
         sinks = sinks.reshape(*logits_BxKxGxS.shape[1:3], 1)

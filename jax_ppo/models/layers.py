@@ -75,7 +75,8 @@ NO_INPUTS = LayerInputs()
 def layer_kinds(architecture: Architecture) -> tuple[LayerKind, ...]:
     """Return the kind of each layer."""
     a = architecture
-    flags = (a.layers_are_local, a.layers_are_rotated, a.layers_are_linear, a.layers_are_dense)
+    dense = a.dense_layers or (False,) * a.num_layers
+    flags = (a.layers_are_local, a.layers_are_rotated, a.layers_are_linear, dense)
     return tuple(map(LayerKind, *flags, a.layers_are_shared))
 
 
@@ -267,7 +268,6 @@ class Attention(DecoderModule):
         return self._normalize_heads("q_norm", q), gate
 
     def _keys_and_values(self, x_BxTxD: jax.Array, kind: LayerKind) -> tuple[jax.Array, jax.Array]:
-        """Return keys and values, [B, T, K, d]."""
         a = self.options.architecture
         heads = a.kv_heads(kind.is_local)
         k = self._project_to_heads(x_BxTxD, "k_proj", *heads, "k_norm")
@@ -441,7 +441,6 @@ class Layer(DecoderModule):
         return x, cache, auxiliary
 
     def _attend(self, x: jax.Array, *inputs: Any) -> tuple[jax.Array, LayerCache | None]:
-        """Return the output of the layer's attention; `inputs` as for `Attention`."""
         kind: LayerKind = inputs[0]
         name = self.options.architecture.attention_module(kind.is_local, kind.is_shared)
         attention: Any = self.attention_class(self.options, name=name)

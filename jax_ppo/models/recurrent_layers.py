@@ -183,7 +183,6 @@ class DeltaLayer(Layer):
     mixer: ClassVar[tuple[type[RecurrentMixer], str]] = (DeltaNet, "delta_net")
 
     def _attend(self, x: jax.Array, *inputs: Any) -> tuple[jax.Array, LayerCache | None]:
-        """Return the output of the mixer or of attention; `inputs` as for both."""
         kind, _, segments_BxT, cache, ends_B = inputs
         if not kind.is_linear:
             return super()._attend(x, *inputs)

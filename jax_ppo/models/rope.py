@@ -8,9 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jax_ppo.models.architecture import ROPE_KINDS, Architecture
-
-KINDS = tuple(ROPE_KINDS)
+from jax_ppo.models.architecture import Architecture
 
 # cos and sin of the rotated pairs of a head, each float32 [B, T, 1, pairs].
 Rotation = tuple[jax.Array, jax.Array]
@@ -24,7 +22,7 @@ def inverse_frequencies(
 
     In Hugging Face's code, `dynamic` and `longrope` change with the length of the sequence. Here
     they hold for sequences no longer than `max_sequence_length`, which the caller must
-    enforce, so that cached keys stay valid. Raise `ValueError` for an unsupported kind.
+    enforce, so that cached keys stay valid.
     """
     scaling = dict(architecture.rope_scaling)
     kind = scaling["rope_type"]
@@ -48,11 +46,7 @@ def inverse_frequencies(
         return _llama3(inverse, scaling, architecture).astype(np.float32), 1.0
     if kind == "yarn":
         return _yarn(inverse, scaling, architecture)
-    if kind == "longrope":
-        return _longrope(inverse, scaling, architecture)
-    raise ValueError(
-        f"config.json: rope_type {kind!r} is not supported, only {', '.join(KINDS)} are"
-    )
+    return _longrope(inverse, scaling, architecture)
 
 
 def max_sequence_length(architecture: Architecture) -> int:
@@ -89,7 +83,7 @@ def _yarn(
     original = _original_length(scaling, architecture)
 
     def dimension(rotations: float) -> float:
-        """Return the dimension whose wave has this many rotations over the original length."""
+        # Its wave rotates so often over the original length.
         waves = math.log(original / (rotations * 2 * math.pi))
         return dim * waves / (2 * math.log(architecture.rope_theta))
 

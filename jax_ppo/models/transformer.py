@@ -358,7 +358,6 @@ class Transformer(LayerOptions):
         cache: tuple[LayerCache, ...] | None,
         ends_B: jax.Array | None,
     ) -> tuple[jax.Array, tuple[LayerCache, ...], Auxiliary]:
-        """Run the layers unrolled, each with separate code."""
         positions_BxT, segments_BxT, inputs_BxTxL = rows
         B, T = positions_BxT.shape
         if cache is None:
@@ -368,7 +367,6 @@ class Transformer(LayerOptions):
         else:
             # While decoding, positions reach up to the cache's last column, not to T.
             length = cache_length(self.decoding, cache)
-            # The token at position i belongs in column i of its row.
             columns_B = positions_BxT[:, 0]
         rotations = self._rotations(positions_BxT, length)
         kinds = layer_kinds(self.architecture)

@@ -112,7 +112,6 @@ def text_config(config: Config) -> Config:
 
 
 def _read_family(config: Config) -> tuple[str, Family]:
-    """Return the `model_type` and its family; raise `UserError` if it is not supported."""
     kind = config.get("model_type", "")
     if not isinstance(kind, str) or kind not in FAMILIES:
         nearest = nearest_name(str(kind), (*FAMILIES, *MULTIMODAL))
@@ -308,7 +307,6 @@ def _read_dense_layers(reader: ConfigReader, family: Family, num_layers: int) ->
 def _read_router_groups(
     reader: ConfigReader, family: Family, experts: int, per_token: int
 ) -> dict[str, Any]:
-    """Return the groups of experts that a token selects from, if it selects groups first."""
     if not family.has_router_groups:
         return {}
     least = 2  # a group is valued by its best two experts, or by its best one

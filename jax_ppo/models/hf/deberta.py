@@ -33,9 +33,7 @@ DEFAULTS = {  # values that transformers uses for missing fields, where they are
     "share_att_key": False,
 }
 # Fields of config.json, besides the common ones, that do not change the scores.
-UNUSED_FIELDS = frozenset(
-    {"legacy", "summary_activation", "summary_type", "summary_use_proj", "tie_word_embeddings"}
-)
+UNUSED_FIELDS = frozenset({"legacy", "tie_word_embeddings"})
 # Tensors of some checkpoints that neither transformers nor this model reads.
 UNUSED_TENSORS = frozenset(
     {"deberta.embeddings.position_ids", "deberta.embeddings.position_embeddings.weight"}

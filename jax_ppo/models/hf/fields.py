@@ -295,7 +295,6 @@ class ConfigReader:
             )
 
     def _list(self, name: str, kind: type, words: str) -> list[Any] | None:
-        """Return a list of values of one type, or `None` if it is missing or null."""
         value = self.any_value(name)
         if value is not None and not (  # bool is a subclass of int
             isinstance(value, list) and all(type(item) is kind for item in value)

@@ -218,7 +218,6 @@ def is_finite(values: np.ndarray, code: str) -> bool:
 
 
 def _slices_are_equal(one: Any, other: Any) -> bool:
-    """Return whether two open tensors of safetensors have the same type, shape and bytes."""
     shape = one.get_shape()
     if shape != other.get_shape() or one.get_dtype() != other.get_dtype():
         return False

@@ -119,7 +119,6 @@ def shareable_model_name(path: str, folder: Path) -> tuple[str, str | None]:
 
 
 def _nearest_folder(folder: Path) -> Path | None:
-    """Return the existing folder whose path is most similar to that of a missing one."""
     parts = list(folder.parts)
     parent = Path(folder.anchor or ".")
     while parts and (parent / parts[0]).is_dir():
@@ -154,7 +153,6 @@ def find_weight_files(folder: Path) -> list[Path]:
 
 
 def _read_index(path: Path) -> list[str]:
-    """Return the sorted names of the files in an index; raise `UserError` if it is invalid."""
     weight_map = read_json_object(path).get("weight_map", {})
     if not isinstance(weight_map, dict):
         raise UserError(f"{path}: weight_map must be an object; it is {quote_value(weight_map)}")
@@ -170,7 +168,6 @@ def _read_index(path: Path) -> list[str]:
 
 
 def _missing_weights_error(folder: Path) -> UserError:
-    """Return the error of a folder without safetensors, with the lines that convert pickles."""
     patterns = ("pytorch_model*", "*.pth", "*.pt")
     pickles = sorted(path.name for pattern in patterns for path in folder.glob(pattern))
     # Pickles are not downloaded. The hub's cache has the repository's name in the path.
@@ -226,7 +223,6 @@ def gguf_error(path: Path) -> UserError:
 
 
 def _loader(folder: Path) -> str:
-    """Return the class by which transformers loads a folder."""
     config = folder / "config.json"
     description = config.read_text(encoding="utf-8") if config.exists() else ""
     for task in ("SequenceClassification", "TokenClassification"):

@@ -112,7 +112,6 @@ def _refuse_unsupported(
 
 
 def _adapted_projections(folder: Path, architecture: Architecture) -> tuple[str, ...]:
-    """Return the projections that have adapters, by the names of the tensors."""
     rows = adapter_tensor_table(architecture, 1, LORA_TARGETS, "lm")
     with _open_adapters(folder) as checkpoint:
         names = checkpoint.names()
@@ -157,7 +156,6 @@ def validate_adapters(
 
 
 def _validate_tensors(checkpoint: SafetensorsCheckpoint, rows: TensorTable, head: str) -> None:
-    """Raise `UserError` unless the file has the tensors of these adapters and no others."""
     validate_tensors(checkpoint, rows, ADAPTER_CONFIG)
     used = {name for row in rows.values() for name in row.names()}
     bias = f"{PEFT_PREFIX}score.bias"

@@ -198,7 +198,6 @@ class _OneRope:
         return kind
 
     def _read_partial_factor(self, entries: ConfigReader) -> float:
-        """Return the share of a head that is rotated, stored among the parameters or outside."""
         outer = self.reader.optional_number(PARTIAL_FACTOR, nullable=False)
         inner = entries.optional_number(PARTIAL_FACTOR, nullable=False)
         default = self.family.partial_rotary_factor

@@ -110,7 +110,6 @@ def _write_description(
     source_folder: str | Path | None,
     tokenizer_folder: str | Path | None,
 ) -> None:
-    """Write all files of an export but its weights; arguments as for the export."""
     config = update_hf_config(_read_source(source_folder, "config.json"), architecture, dtype, head)
     write_json(folder / "config.json", config)
     # The source's generation defaults with the architecture's special tokens.
@@ -165,7 +164,6 @@ def atomic_folder(folder: Path, *members: str) -> Iterator[Path]:
 
 
 def _read_source(folder: str | Path | None, name: str) -> dict[str, Any]:
-    """Return a JSON file of the checkpoint that a model started from; {} if there is none."""
     if folder is None or not (Path(folder) / name).exists():
         return {}
     return read_json_object(Path(folder) / name)
