@@ -116,16 +116,15 @@ def adaptive_kl_coef(
     target_kl: float | Float[Array, ""],
     horizon: float,
     batch_size: int | Shaped[Array, ""],
-    clip: float = 0.2,
 ) -> Float[Array, ""]:
     """Return the KL coefficient after one step of a proportional controller.
 
-        error = clip(current / target - 1, -c, c)
+        error = clip(current / target - 1, -0.2, 0.2)
         coef' = coef * (1 + error * batch_size / horizon)
 
     Ziegler et al. 2019 (arXiv 1909.08593, section 2.2), as in the authors' code (horizon 10,000):
-    an error that stays at the clip c changes the coefficient by about exp(+-c) every `horizon`
-    samples. It stays positive while c batch_size < horizon.
+    an error that stays at the clip changes the coefficient by about exp(+-0.2) every `horizon`
+    samples. It stays positive while 0.2 batch_size < horizon.
 
     Args:
       coef: the present coefficient.
@@ -134,8 +133,7 @@ def adaptive_kl_coef(
       target_kl: > 0, in the same unit: 6 per response in the paper, 0.1 per token in verl.
       horizon: in samples.
       batch_size: samples since the last step of the controller.
-      clip: c; 0.2 in the paper.
     """
     # Clipped, so that one unusual rollout moves the coefficient by little.
-    error = jnp.clip(jnp.asarray(current_kl, jnp.float32) / target_kl - 1.0, -clip, clip)
+    error = jnp.clip(jnp.asarray(current_kl, jnp.float32) / target_kl - 1.0, -0.2, 0.2)
     return coef * (1.0 + error * batch_size / horizon)

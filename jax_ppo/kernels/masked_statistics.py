@@ -18,6 +18,7 @@ Axis = int | tuple[int, ...] | None
 
 # Equal float32 numbers differ by at most this part of the largest number they were computed from.
 ROUNDING = 8 * float(jnp.finfo(jnp.float32).eps)
+EPSILON = 1e-8  # added to variances that become divisors
 
 
 def assert_one_shape(**arrays: Shaped[Array, "..."]) -> None:
@@ -68,7 +69,8 @@ def masked_mean(
     x: Shaped[Array, " *shape"], mask: Shaped[Array, " *shape"], axis: Axis = None
 ) -> Float[Array, " *reduced"]:
     """Return sum_i m_i x_i / sum_i m_i over `axis`; 0 where nothing counts."""
-    return _mean(x, mask, axis, keepdims=False)
+    count = jnp.sum(mask.astype(bool), axis=axis)
+    return masked_sum(x, mask, axis) / jnp.maximum(count, 1)
 
 
 def masked_min(x: Shaped[Array, " *shape"], mask: Shaped[Array, " *shape"]) -> Float[Array, ""]:
@@ -82,16 +84,16 @@ def masked_max(x: Shaped[Array, " *shape"], mask: Shaped[Array, " *shape"]) -> F
 
 
 def masked_variance(
-    x: Shaped[Array, " *shape"], mask: Shaped[Array, " *shape"], axis: Axis = None
-) -> Float[Array, " *reduced"]:
-    """Return E[(x - E[x])^2] over `axis`, the biased variance: 0 for a single element.
+    x: Shaped[Array, " *shape"], mask: Shaped[Array, " *shape"]
+) -> Float[Array, ""]:
+    """Return E[(x - E[x])^2], the biased variance: 0 for a single element.
 
     Two passes, because E[x^2] - E[x]^2 loses every digit in float32 once the mean is large
     relative to the spread.
     """
     # Deviations where mask is 0 are not 0, but the second mean does not read them.
-    deviation = zero_outside(x, mask) - _mean(x, mask, axis, keepdims=True)
-    return masked_mean(jnp.square(deviation), mask, axis)
+    deviation = zero_outside(x, mask) - masked_mean(x, mask)
+    return masked_mean(jnp.square(deviation), mask)
 
 
 def is_constant(
@@ -113,17 +115,16 @@ def whiten(
     x: Shaped[Array, " *shape"],
     mask: Shaped[Array, " *shape"],
     shift_mean: bool = True,
-    epsilon: float = 1e-8,
     size: float | Float[Array, ""] = 0.0,
 ) -> Float[Array, " *shape"]:
-    """Return (x - E[x]) / sqrt(Var[x] + epsilon), plus E[x] if not `shift_mean`; 0 where mask = 0.
+    """Return (x - E[x]) / sqrt(Var[x] + EPSILON), plus E[x] if not `shift_mean`; 0 where mask = 0.
 
-    Where x `is_constant`, x - E[x] is 0: divided by sqrt(epsilon), rounding would grow by 10,000.
+    Where x `is_constant`, x - E[x] is 0: divided by sqrt(EPSILON), rounding would grow by 10,000.
     Mean and biased variance are over all elements that count: call it on the whole rollout, since
     moments of a part would make the result depend on how the batch was divided.
     """
     mean = masked_mean(x, mask)
-    whitened = (zero_outside(x, mask) - mean) * jax.lax.rsqrt(masked_variance(x, mask) + epsilon)
+    whitened = (zero_outside(x, mask) - mean) * jax.lax.rsqrt(masked_variance(x, mask) + EPSILON)
     whitened = jnp.where(is_constant(x, mask, size), 0.0, whitened)
     if not shift_mean:
         whitened += mean
@@ -198,15 +199,15 @@ def update_moments(
     return Moments(*(jnp.where(finite, new, old) for new, old in pairs))
 
 
-def moments_std(moments: Moments, epsilon: float = 1e-8) -> Float[Array, ""]:
-    """Return sqrt(m2 / count + epsilon), a float32 scalar to divide by, or 1 without spread.
+def moments_std(moments: Moments) -> Float[Array, ""]:
+    """Return sqrt(m2 / count + EPSILON), a float32 scalar to divide by, or 1 without spread.
 
     It is 1 for fewer than two numbers and for numbers that are equal up to rounding: divided by
-    sqrt(epsilon), equal rewards would grow by a factor of 10,000. The variance is the biased one.
+    sqrt(EPSILON), equal rewards would grow by a factor of 10,000. The variance is the biased one.
     """
     variance = moments.m2 / jnp.maximum(moments.count, 1.0)
     spread = ~_is_rounding(jnp.sqrt(variance), moments, 0.0)
-    return jnp.where(spread, jnp.sqrt(variance + epsilon), 1.0)
+    return jnp.where(spread, jnp.sqrt(variance + EPSILON), 1.0)
 
 
 def normalize_by_moments(
@@ -219,13 +220,6 @@ def normalize_by_moments(
 
 def _is_rounding(deviation: jax.Array, moments: Moments, size: float | jax.Array) -> jax.Array:
     return jnp.abs(deviation) <= ROUNDING * jnp.maximum(jnp.abs(moments.mean), size)
-
-
-def _mean(x: jax.Array, mask: jax.Array, axis: Axis, keepdims: bool) -> jax.Array:
-    total = jnp.sum(zero_outside(x, mask), axis=axis, keepdims=keepdims)
-    count = jnp.sum(mask.astype(bool), axis=axis, keepdims=keepdims)
-    # 0 / 1 for an empty mask.
-    return total / jnp.maximum(count, 1)
 
 
 def _extremum(

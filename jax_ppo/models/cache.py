@@ -150,17 +150,14 @@ def write_tokens(
     k_bx1xKxd: Float[Array, "b 1 K d"],
     v_bx1xKxd: Float[Array, "b 1 K d"],
     columns_b: Int[Array, " b"],
-    mode: str = "promise_in_bounds",
 ) -> Columns:
-    """Write one token per row into that row's column; rows from the b-th on are left alone.
-
-    `mode` decides what happens to columns outside the cache, as for JAX's indexed updates.
-    """
+    """Write one token per row into that row's column; rows from the b-th on are left alone."""
 
     def write(cache: jax.Array, new: jax.Array, axis: int) -> jax.Array:
-        # One column per row, within the cache by construction unless `mode` says otherwise.
+        # One column per row, within the cache by construction.
         place = (jnp.arange(len(new)), *[slice(None)] * (axis - 1), columns_b)
-        return cache.at[place].set(new.squeeze(axis).astype(cache.dtype), mode=mode)
+        new = new.squeeze(axis).astype(cache.dtype)
+        return cache.at[place].set(new, mode="promise_in_bounds")
 
     new_keys, new_values = cache_layout(program, k_bx1xKxd, v_bx1xKxd)
     keys_axis, values_axis = column_axes(program)

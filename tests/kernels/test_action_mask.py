@@ -62,7 +62,7 @@ def kernels(batch, unembedding, mask):
     for axis in (None, 1):
         results[f"masked_sum {axis}"] = masked.masked_sum(values, mask, axis)
         results[f"masked_mean {axis}"] = masked.masked_mean(values, mask, axis)
-        results[f"masked_variance {axis}"] = masked.masked_variance(values, mask, axis)
+    results["masked_variance"] = masked.masked_variance(values, mask)
     results["masked_min"] = masked.masked_min(values, mask)
     results["masked_max"] = masked.masked_max(values, mask)
     results["whiten"] = masked.whiten(values, mask)
