@@ -59,7 +59,7 @@ def read_check_arguments(arguments: list[str]) -> tuple[Config, str, int]:
     files = ",".join(word for word in given_arguments if word and not word.startswith("-"))
     flags = ("--json", "--for=", "--samples=")
     options = [word for word in given_arguments if word[:1] == "-" and not word.startswith(flags)]
-    known = ("--config", "--noconfig.", "--workdir")
+    known = ("--config", "--workdir")
     if unknown := [word for word in options if not word.startswith(known)]:
         hint = did_you_mean(unknown[0], ("--json", "--for", "--samples", "--config"))
         raise UserError(f"{unknown[0]}: no such option of check.{hint}")

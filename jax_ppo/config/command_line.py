@@ -44,9 +44,8 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
     if {"--help", "-h", "-help"} & set(arguments[1:]):
         names = textwrap.fill(", ".join(config_files.shipped_names()), width=96)
         suffix = _SUFFIXES.get(command, "")
-        suffix += (
-            "" if command in ("evaluate", "score") else "; a run resumes from a checkpoint in it"
-        )
+        if command not in ("evaluate", "score"):
+            suffix += "; a run resumes from a checkpoint in it"
         print(USAGE.format(command=command, names=textwrap.indent(names, "  "), suffix=suffix))
         reference.print_options(command if command in COMMANDS else "train")
         raise SystemExit(0)
@@ -100,7 +99,7 @@ def write_config(options: dict[str, Any], folder: Path) -> None:
 
 def typed_options(arguments: list[str]) -> set[str]:
     """Return the names of the options in a valid command line."""
-    names = (word.lstrip("-").partition("=")[0].removeprefix("no") for word in arguments[1:])
+    names = (word.lstrip("-").partition("=")[0] for word in arguments[1:])
     return {name.removeprefix("config.") for name in names if name.startswith("config.")}
 
 
@@ -129,7 +128,6 @@ def print_set_options(options: dict[str, Any], typed: Container[str], width: int
 def _read_argument(word: str) -> tuple[str, Any]:
     """Return "--config", "--workdir" or the name of an option, and its value, which is valid."""
     name, equals, value = word.removeprefix("-").removeprefix("-").partition("=")
-    option = name.removeprefix("no").removeprefix("config.")
     if not word.startswith("-"):
         if equals:  # as in commands of verl
             written = f"{name.lstrip('+').removeprefix('config.')}={value}"
@@ -145,17 +143,13 @@ def _read_argument(word: str) -> tuple[str, Any]:
             raise UserError("--workdir: write --workdir=FOLDER")
         return "--workdir", value
     if name.startswith("config."):
+        option = name.removeprefix("config.")
         return option, _read_value(option, value, has_value=bool(equals))
-    if name.startswith("noconfig."):
-        if equals:
-            raise UserError(f"--{name}={value}: write --config.{option}=VALUE")
-        return option, not _read_value(option, "", has_value=False)
     _refuse_misplaced_option(name, f"--{name}", f"{name}=VALUE")
     raise UserError(f"--{name}: expected --config, --config.NAME or --workdir")
 
 
 def _refuse_misplaced_option(name: str, written: str, expected: str) -> None:
-    """Raise `UserError` for an option without `--config.`, ours or another framework's."""
     if name in options_by_name():
         raise UserError(f"{written}: write --config.{expected}")
     if "." in name or explain_peer_option(name) is not None:

@@ -364,7 +364,7 @@ def test_overrides_and_argument(config_file):
             "--config.actor.optim.lr=1e-4",
             "--config.rollout.n=2",
             "--config.actor.clip_ratio_high=0.28",
-            "--noconfig.data.shuffle",
+            "--config.data.shuffle=false",
             "--config.algorithm.whiten_rewards",
         ]
     )
@@ -405,7 +405,6 @@ def test_only_what_trains_needs_training_data(config_file):
         ("--config.algorithm.rollout_is=None", r"rollout_is=None: .*or 'none' as by default"),
         ("--config.trainer.total_training_steps=null", r"steps=null: .*or unset as by default"),
         ("--config.rollout.n", r"write --config\.rollout\.n=VALUE"),
-        ("--noconfig.rollout.n", r"write --config\.rollout\.n=VALUE"),
         ("--confg.rollout.n=2", r"--confg\.rollout\.n: .*Did you mean config\.rollout\.n\?"),
         ("--rollout.n=2", r"--rollout\.n: write --config\.rollout\.n=VALUE"),
         ("--learning_rate=1e-5", r"TRL and OpenRLHF's learning_rate: config\.actor\.optim\.lr"),
@@ -422,7 +421,6 @@ def test_only_what_trains_needs_training_data(config_file):
         ("--workdir=", "--workdir: write --workdir=FOLDER"),
         ("--workdir=--config.rollout.n=2", "--workdir: write --workdir=FOLDER"),
         ("---config.rollout.n=2", "---config.rollout.n: there is no such option"),
-        ("--noconfig.data.shuffle=true", "write --config.data.shuffle=VALUE"),
     ],
 )
 def test_command_line_mistakes(config_file, argument, message):
@@ -499,7 +497,7 @@ def test_all_options_are_written_and_those_that_were_set_are_printed(config_file
     ]
     assert rest.startswith("other options set: ") and "train_files=arithmetic:8" in rest
     assert re.findall(r"(\w+)=", rest) == set_options
-    assert command_line.typed_options(["", "--noconfig.trainer.export", "--workdir=a"]) == {
+    assert command_line.typed_options(["", "--config.trainer.export", "--workdir=a"]) == {
         "trainer.export"
     }
     # A value is never broken, so that it can be searched for and copied.
