@@ -258,21 +258,24 @@ def sample(
 def _generate(
     policy: Policy, prompt_ids: Sequence[Sequence[int]], options: SamplingOptions, seed: int
 ) -> list[list[int]]:
-    """Return the tokens of `options.n` responses per prompt."""
+    # Copies of the first prompt fill up the batch, to divide it among devices.
+    padding = -len(prompt_ids) % meshes.row_shards(policy.mesh)
+    rows = [*prompt_ids, *[prompt_ids[0]] * padding]
+    prompt_lengths = np.array([len(ids) for ids in rows], np.int32)
+    cap = rope.max_sequence_length(policy.model.architecture)
+    width = prompt_batches.bucket_width(int(prompt_lengths.max()), cap)
+    prompts = Prompts(tokens=prompt_batches.pad_token_rows(rows, width), lengths=prompt_lengths)
     with jax.set_mesh(policy.mesh):
-        batch = placement.place(_pad_batch(policy, prompt_ids), sharding.rows(policy.mesh))
+        batch = placement.place(prompts, sharding.rows(policy.mesh))
         everywhere = sharding.replicated(policy.mesh)
         key = jax.jit(lambda: jax.random.key(seed), out_shardings=everywhere)()
         rollout = policy.engine.generate(batch, key, options)
         responses = placement.to_host(rollout.responses)
         lengths = placement.to_host(rollout.lengths)
-    # Rows past these answer the copies that fill up the batch.
-    samples = len(prompt_ids) * options.n
-    return [responses[i, : lengths[i]].tolist() for i in range(samples)]
+    return [responses[i, : lengths[i]].tolist() for i in range(len(prompt_ids) * options.n)]
 
 
 def _search_for(policy: Policy, stop: Sequence[str]) -> TextSearch | None:
-    """Return the search for the strings that end a response, `None` without any."""
     if not stop:
         return None
     is_list = isinstance(stop, Sequence) and not isinstance(stop, str)
@@ -309,7 +312,6 @@ def _encode_prompts(
     max_response_length: int,
     chat_template: chat_templates.ChatTemplate,
 ) -> list[list[int]]:
-    """Return the token ids of each prompt; raise `UserError` for empty and overlong ones."""
     limit = rope.max_sequence_length(policy.model.architecture)
     chat_templates.validate_chat_template(policy.tokenizer, chat_template)
     encoded = []
@@ -332,21 +334,9 @@ def _encode_prompts(
     return encoded
 
 
-def _pad_batch(policy: Policy, prompt_ids: Sequence[Sequence[int]]) -> Prompts:
-    """Return the prompts as arrays, filled up with copies of the first to divide among devices."""
-    padding = -len(prompt_ids) % meshes.row_shards(policy.mesh)
-    rows = [*prompt_ids, *[prompt_ids[0]] * padding]
-    lengths = np.array([len(ids) for ids in rows], np.int32)
-    longest = int(lengths.max())
-    cap = rope.max_sequence_length(policy.model.architecture)
-    tokens = prompt_batches.pad_token_rows(rows, prompt_batches.bucket_width(longest, cap))
-    return Prompts(tokens=tokens, lengths=lengths)
-
-
 def _in_range(
     name: str, value: Any, *, at_least: float, at_most: float = np.inf, kind: type = Integral
 ) -> Any:
-    """Return the value of an argument of `sample`; raise `UserError` unless it is in the range."""
     is_number = isinstance(value, kind)
     if not is_number or not at_least <= value <= at_most:
         limit = f"at least {at_least}" if at_most == np.inf else f"{at_least} to {at_most}"

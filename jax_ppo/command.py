@@ -158,7 +158,6 @@ def _explain_write_error(error: OSError, folder: Path, workdir: str | Path) -> U
 
 
 def _run(command: str, options: Config, workdir: str | Path, typed: Container[str]) -> None:
-    """Run a command; `workdir` is the folder to write to, or a gs:// address."""
     from jax_ppo.runtime import faults, heartbeat
 
     limited = faults.limit_stalls(options.distributed.stall_seconds)

@@ -77,7 +77,6 @@ def print_any_text() -> None:
 
 
 def _replace_character(error: Any) -> tuple[str, int]:
-    """Return what is printed for a character that an encoding lacks, and where it ends."""
     return _ASCII_FORMS.get(error.object[error.start], "?"), error.start + 1
 
 
@@ -102,7 +101,6 @@ def _without_error(
 
 @functools.cache
 def _report_lost_output(cause: str) -> None:
-    """Say once that what is printed is lost."""
     print(f"warning: the standard output is lost: {cause}", file=sys.stderr)
 
 

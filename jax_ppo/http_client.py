@@ -118,7 +118,6 @@ class HTTPClient:
         return ": ".join(filter(None, (server, route, problem)))
 
     def _send(self, method: str, route: str, content: str | None, timeout: float) -> Any:
-        """Return the reply to one attempt; raise `RequestFault` if it fails."""
         headers = {"Content-Type": "application/json"}
         if key := read_key(self.key_variable):
             headers["Authorization"] = f"Bearer {key}"
@@ -168,7 +167,6 @@ class HTTPClient:
 
 
 def _describe_status(error: urllib.error.HTTPError, timeout: float) -> str:
-    """Return what a reply without success says, in its words."""
     text = ""
     with contextlib.suppress(OSError, http.client.HTTPException), error:
         reply: Any = error.fp

@@ -169,7 +169,7 @@ def _verdict(plan: "StepPlan") -> str:
     if plan.available is None:
         line = f"Peak {peak:.2f} GiB per device; the memory of the devices is unknown."
     else:
-        verdict = _fit_text(plan.peak, plan.available)
+        verdict = "fits" if plan.fits else "does not fit"
         line = f"Peak {peak:.2f} GiB of {plan.available / GIB:.2f} GiB per device: {verdict}."
         if (share := plan.topology.memory_share) != 1:
             memory = plan.topology.device_type.memory / GIB
@@ -193,7 +193,7 @@ def _remedies(plan: "StepPlan") -> str:
         lines = [f"Changes that save the most ({now}):"]
         for options, needed in plan.remedies[:_MOST_REMEDIES]:
             saved = plan.estimated_peak - needed
-            verdict = _fit_text(needed, plan.available)
+            verdict = "fits" if needed <= plan.available else "does not fit"
             lines.append(f"  {options}: {needed / GIB:.2f}, saves {saved / GIB:.2f}; {verdict}")
         none = "No change of a single option saves memory: more devices are needed."
     else:
@@ -202,10 +202,6 @@ def _remedies(plan: "StepPlan") -> str:
         lines += [f"  {options}: {needed / GIB:.2f}" for options, needed in plan.remedies]
         none = f"{free}: larger batches or models fit."
     return "\n".join(lines) if plan.remedies else none
-
-
-def _fit_text(needed: int, available: float) -> str:
-    return "fits" if needed <= available else "does not fit"
 
 
 def _time_table(plan: "StepPlan") -> str:
@@ -230,7 +226,6 @@ def _time_table(plan: "StepPlan") -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Return columns of equal width; the first is aligned to the left."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:

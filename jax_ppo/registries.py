@@ -8,9 +8,9 @@ before jax, so functions are imported at their first use. For a user's `module:f
 import dataclasses
 import functools
 import hashlib
-import importlib
 import inspect
 import itertools
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -24,13 +24,6 @@ def keep_in_memory(kind: str, content: Any, text: str) -> str:
     value = f"memory:{kind}@{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     IN_MEMORY[value] = content
     return value
-
-
-def import_function(path: str) -> Callable[..., Any]:
-    """Import and return the function that "module:function" names."""
-    module, _, name = path.partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return function
 
 
 def inputs_named(function: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,17 +48,21 @@ class Entry:
     when: str = ""  # completes "use it when"
     source: str = ""  # paper and equation, or the program that it comes from
     other_names: tuple[str, ...] = ()  # its names in other programs
+    requirement: str = ""  # the first of `needs`
     # Arguments of the function by name, and the options beside the registry's that set them.
     arguments: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def function(self) -> Callable[..., Any]:
         """Import and return the function."""
-        return import_function(self.path)
+        function: Callable[..., Any] = pkgutil.resolve_name(self.path)
+        return function
 
     @property
     def needs(self) -> Iterator[str]:
         """Yield its requirements, as text for the documentation."""
+        if self.requirement:
+            yield self.requirement
         for field in dataclasses.fields(self):
             if "need" in field.metadata and getattr(self, field.name):
                 yield field.metadata["need"]
@@ -101,6 +98,10 @@ class Registry(dict[str, E], Generic[E]):
     def names(self, is_meant: Callable[[E], bool]) -> tuple[str, ...]:
         """Return the names of the entries that satisfy `is_meant`."""
         return tuple(name for name, entry in self.items() if is_meant(entry))
+
+    def condition(self, is_meant: Callable[[E], bool], negated: bool = False) -> str:
+        """Return as text that an entry which satisfies `is_meant` is selected, or that none is."""
+        return f"`{self.options[0]}` is {'not ' * negated}{' or '.join(self.names(is_meant))}"
 
     def other_names(self) -> dict[str, str]:
         """Return a map from names in other programs to the entries' names."""
@@ -158,20 +159,15 @@ class PolicyLossEntry(Entry):
 class KLEstimator(Entry):
     """A function of d = log actor(token) - log reference(token); see kernels/kl.py."""
 
+    requirement: str = "a reference"
     # Instead of d the function takes hidden states, and it sums over the vocabulary.
-    needs_vocabulary: bool = False
-    in_reward: bool = True  # it may be used in the reward, where only its value counts
+    needs_vocabulary: bool = _need(
+        "the whole vocabulary: in the loss, a pass of the reference per micro-batch"
+    )
+    # It differs from another in its gradient alone; in the reward only its value would count.
+    only_in_loss: bool = _need("a gradient: only in the loss")
     unbiased_in_reward: bool = False  # in the reward, its expected gradient is the KL's
     restrains_in_loss: bool = True  # in the loss, its expected gradient is not 0
-
-    @property
-    def needs(self) -> Iterator[str]:
-        """Yield its requirements, as text for the documentation."""
-        yield "a reference"
-        if self.needs_vocabulary:
-            yield "the whole vocabulary: in the loss, a pass of the reference per micro-batch"
-        if not self.in_reward:
-            yield "a gradient: only in the loss"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -200,13 +196,6 @@ class RolloutEngineEntry(Entry):
     # It gets the weights as files, and rounds differently from the trainer.
     is_external: bool = False
     is_server: bool = False  # it is another program, which is called over HTTP
-    requirement: str = ""  # the only item of `needs`; empty: none
-
-    @property
-    def needs(self) -> Iterator[str]:
-        """Yield its requirements, as text for the documentation."""
-        if self.requirement:
-            yield self.requirement
 
 
 # fmt: off
@@ -309,7 +298,7 @@ KL_ESTIMATORS = Registry(  # verl's names are accepted beside the names of Schul
     KLEstimator("k3+", "jax_ppo.kernels.kl:k3_plus",
         "value of k3, gradient of k2",
         source="verl",
-        other_names=("low_var_kl+",), in_reward=False),
+        other_names=("low_var_kl+",), only_in_loss=True),
     KLEstimator("clamped", "jax_ppo.kernels.kl:clamped",
         "max(d, 0)",
         source="Dubois et al. 2023, arXiv 2305.14387"),

@@ -45,7 +45,6 @@ class TimedThreads:
     """A number of threads that make calls."""
 
     def __init__(self, threads: int) -> None:
-        """Start the threads."""
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         for _ in range(threads):
             self._start_thread()

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 SMOKE = "smoke"  # the argument that every file takes
-# Of its form: prompts and tokens.
-_SMOKE_BATCH = 8
-_SMOKE_RESPONSE = 24
+_SMOKE_BATCH = 8  # prompts
+_SMOKE_RESPONSE = 24  # tokens
 
 
 def shipped_folder(name: str = "configs") -> Path:
@@ -52,10 +51,12 @@ def find_config_file(value: str) -> tuple[Path, str]:
     is_name = path.parent == Path() and path.suffix == ""
     if is_name and text in shipped_names():
         return shipped_folder() / f"{text}.py", argument
-    hint = ""
-    if nearest := _nearest_config(path):
-        hint = f". Did you mean {nearest}?"
-    raise UserError(f"--config={value}: there is no such file{hint}")
+    # With a suffix the user meant a file, otherwise a name.
+    siblings = [str(file) for file in path.parent.glob("*.py")] if path.suffix else []
+    shipped = shipped_names()
+    nearest = nearest_name(str(path), siblings) or nearest_name(path.stem, shipped)
+    hint = nearest or (siblings or shipped)[0]
+    raise UserError(f"--config={value}: there is no such file. Did you mean {hint}?")
 
 
 def call_get_config(value: str) -> "ml_collections.ConfigDict":
@@ -77,15 +78,11 @@ def call_get_config(value: str) -> "ml_collections.ConfigDict":
             spec.loader.exec_module(module)
             if not callable(getattr(module, "get_config", None)):
                 raise UserError(f"--config={value}: the file has no function get_config")
-            if argument == SMOKE:
-                config = module.get_config()
-            elif argument and not inspect.signature(module.get_config).parameters:
+            given = () if argument in ("", SMOKE) else (argument,)
+            if given and not inspect.signature(module.get_config).parameters:
                 name = value.removesuffix(f":{argument}")
                 raise UserError(f"--config={value}: expected {name} or {name}:smoke")
-            elif argument:
-                config = module.get_config(argument)
-            else:
-                config = module.get_config()
+            config = module.get_config(*given)
         return _as_config_dict(config, value)
     except UserError:
         raise
@@ -126,19 +123,6 @@ def _describe_error(error: BaseException, file: str | None) -> str:
                 location = f"{file}, line {frame.lineno}: "
     text = shorten(" ".join(text.split()), width=300)
     return f"{location}{type(error).__name__}: {text}".removesuffix(": ")
-
-
-def _nearest_config(path: Path) -> str:
-    """Return the most similar file next to the path, or else the nearest shipped name."""
-    siblings = []
-    # With a suffix the user meant a file, otherwise a name.
-    if path.suffix:
-        siblings = [str(file) for file in path.parent.glob("*.py")]
-    return (
-        nearest_name(str(path), siblings)
-        or nearest_name(path.stem, shipped_names())
-        or next(iter(siblings or shipped_names()), "")
-    )
 
 
 def shrink(config: "ml_collections.ConfigDict", defaults: "ml_collections.ConfigDict") -> None:

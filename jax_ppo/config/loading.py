@@ -125,7 +125,6 @@ def keep_rows(rows: Any, option: str) -> str:
 
 
 def _as_json(value: Any) -> Any:
-    """Return a value of a row, such as an array, a date or bytes, as JSON has it."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, datetime.date | datetime.time | decimal.Decimal):
@@ -228,7 +227,7 @@ def _defaults(*names: str) -> dict[str, Any]:
 def find_option(name: str) -> Option:
     """Return an option; raise `UserError` with a suggestion if there is none of this name."""
     if name not in options_by_name():
-        raise _unknown_option_error(name)
+        raise UserError(f"config.{name}: there is no such option. {suggest_option(name)}")
     return options_by_name()[name]
 
 
@@ -236,10 +235,6 @@ def _no_value_error(setting: str) -> UserError:
     name = setting.removeprefix("config.").partition("=")[0]
     default = UNSET if name in OPTIONAL else repr(find_option(name).default)
     return UserError(f"{setting}: expected a value, or {default} as by default")
-
-
-def _unknown_option_error(name: str) -> UserError:
-    return UserError(f"config.{name}: there is no such option. {suggest_option(name)}")
 
 
 def _add_missing_options(
@@ -271,11 +266,10 @@ def _to_config_dict(section: Any) -> "ml_collections.ConfigDict":
 
 
 def _build_section(cls: type, values: Any, prefix: str) -> Any:
-    """Return an instance of a section's dataclass from a ConfigDict or a dict."""
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for name in values:
         if name not in fields:
-            raise _unknown_option_error(prefix + name)
+            find_option(prefix + name)  # raises
     built = {}
     for name, field in fields.items():
         if name not in values:
@@ -296,7 +290,6 @@ def _build_section(cls: type, values: Any, prefix: str) -> Any:
 
 
 def _validate_value(name: str, value: Any, annotation: Any, facts: Facts) -> Any:
-    """Return the value in its proper type; raise `UserError` for a wrong type or range."""
     expected = strip_none(annotation)
     if facts.is_list:
         # A list of texts, or the items of a text in brackets, are joined with commas.
@@ -341,7 +334,6 @@ def _validate_value(name: str, value: Any, annotation: Any, facts: Facts) -> Any
 
 
 def _validate_range(name: str, value: Any, facts: Facts) -> None:
-    """Raise `UserError` for a number outside its range or the range of 32 bits."""
     # A number neither overflows nor vanishes in 32 bits; this also refuses NaN.
     if isinstance(value, float) and not (value == 0 or FLOAT32_TINY <= abs(value) <= FLOAT32_MAX):
         raise UserError(f"{name}={value!r}: expected a finite number of 32 bits ({facts.doc})")

@@ -53,11 +53,6 @@ def unread_unless(rule: OptionRule) -> OptionRule:
     return dataclasses.replace(rule, message="")
 
 
-def first_step_only_if(rule: OptionRule) -> OptionRule:
-    """Return the rule that only the first step uses an option where the condition is met."""
-    return dataclasses.replace(rule, message="", first_step_only=True)
-
-
 @dataclasses.dataclass(frozen=True)
 class Facts:
     """Everything that is declared about an option besides its name, type and default."""

@@ -4,33 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 from jax_ppo.config.option import SUPERVISED, OptionRule, option_value
-from jax_ppo.registries import (
-    ADVANTAGE_ESTIMATORS,
-    ROLLOUT_ENGINES,
-    AdvantageEstimator,
-    RolloutEngineEntry,
-)
-
-
-def _names(option: str, names: tuple[str, ...], negated: bool) -> str:
-    return f"`{option}` is {'not ' * negated}{' or '.join(names)}"
-
-
-def estimator_is(is_meant: Callable[[AdvantageEstimator], bool], negated: bool = False) -> str:
-    """Return as text that the estimator satisfies `is_meant`, or that it does not."""
-    return _names("algorithm.adv_estimator", ADVANTAGE_ESTIMATORS.names(is_meant), negated)
-
-
-def engine_is(is_meant: Callable[[RolloutEngineEntry], bool], negated: bool = False) -> str:
-    """Return as text that the engine satisfies `is_meant`, or that it does not."""
-    return _names("rollout.engine", ROLLOUT_ENGINES.names(is_meant), negated)
+from jax_ppo.registries import ADVANTAGE_ESTIMATORS, ROLLOUT_ENGINES
 
 
 def estimator_reads(name: str) -> OptionRule:
     """Return the rule that the advantage estimator depends on an option in `algorithm`."""
     return OptionRule(
         lambda c: ADVANTAGE_ESTIMATORS.lookup(c.algorithm.adv_estimator).reads(name),
-        estimator_is(lambda entry: entry.reads(name)),
+        ADVANTAGE_ESTIMATORS.condition(lambda entry: entry.reads(name)),
     )
 
 
@@ -112,11 +93,12 @@ def compares_responses(count: Callable[[Any], int]) -> tuple[OptionRule, OptionR
 
 # fmt: off
 # Rules that several options share.
-HAS_CRITIC = OptionRule(lambda c: c.has_critic, estimator_is(lambda entry: entry.needs_critic),
+HAS_CRITIC = OptionRule(lambda c: c.has_critic,
+    ADVANTAGE_ESTIMATORS.condition(lambda entry: entry.needs_critic),
     "there is no critic with config.algorithm.adv_estimator={c.algorithm.adv_estimator!r}")
 VALUES_TOKENS = OptionRule(
     lambda c: not ADVANTAGE_ESTIMATORS.lookup(c.algorithm.adv_estimator).values_turns,
-    estimator_is(lambda entry: entry.values_turns, negated=True),
+    ADVANTAGE_ESTIMATORS.condition(lambda entry: entry.values_turns, negated=True),
     "config.algorithm.adv_estimator={c.algorithm.adv_estimator!r} has a critic that learns "
     "values only where turns start; leave it unset, or choose bi_level_gae")
 CRITIC_HAS_TRUNK = option_is("critic.shared_trunk", False,
@@ -153,7 +135,7 @@ USES_REFERENCE = option_is("algorithm.use_reference", True,
 HAS_BUILT_IN_ENGINE = engine_is_built_in("stores its weights itself")
 ENGINE_IS_SERVER = OptionRule(
     lambda c: ROLLOUT_ENGINES.lookup(c.rollout.engine).is_server,
-    engine_is(lambda entry: entry.is_server),
+    ROLLOUT_ENGINES.condition(lambda entry: entry.is_server),
     "config.rollout.engine={c.rollout.engine!r} is not a server; set it to vllm or openai")
 STARTS_VLLM = OptionRule(lambda c: c.rollout.engine == "vllm" and not c.rollout.url,
     "`rollout.engine` is vllm without a `rollout.url`",

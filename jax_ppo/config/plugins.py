@@ -78,7 +78,6 @@ def describe_result(value: object) -> str:
 
 
 def _import_plugin(module_name: str, setting: str) -> ModuleType:
-    """Return the module or file; `setting` is "config.OPTION=VALUE", for error messages."""
     try:
         if module_name.endswith(".py"):
             path = Path(module_name).expanduser()

@@ -112,13 +112,10 @@ def _default(option: Option) -> str:
         return "auto" if option.facts.is_automatic else "unset"
     # A row of a table is one line.
     text = str(option.default).replace("\n", "\\n")
-    if not text:
-        return "empty"
-    return f"`{text}`"
+    return f"`{text}`" if text else "empty"
 
 
 def _values(option: Option) -> str:
-    """Return the permitted values: type or choices, range and unit."""
     facts = option.facts
     if facts.choices is not None:
         choices = list(facts.choices)
@@ -139,7 +136,6 @@ def _values(option: Option) -> str:
 
 
 def _facts(option: Option) -> list[str]:
-    """Return sentences about other values, other options and resuming."""
     facts = option.facts
     sentences = [
         f"[Explained](#{registry.title.lower().replace(' ', '-')})."

@@ -26,7 +26,6 @@ from jax_ppo.config.option_rules import (
     SEVERAL_TOKENS,
     STARTS_VLLM,
     compares_responses,
-    engine_is,
     engine_is_built_in,
     has_server,
     is_set,
@@ -72,7 +71,7 @@ class RolloutMesh:
         "`rollout.mesh.devices`",
         unit="devices", at_least=1,
         rules=(OptionRule(lambda c: not ROLLOUT_ENGINES.lookup(c.rollout.engine).is_external,
-            engine_is(lambda entry: entry.is_external, negated=True),
+            ROLLOUT_ENGINES.condition(lambda entry: entry.is_external, negated=True),
             "config.rollout.engine={c.rollout.engine!r} does not decode on the mesh; unset "
             "it"),))
     devices: int = option(0,
@@ -185,8 +184,9 @@ class RolloutOptions(Sampling):
         "divisor of the logits, in sampling and training",
         above=0, read_by=ADVANTAGES,
         rules=(OptionRule(lambda c: not (
-            ROLLOUT_ENGINES.lookup(c.rollout.engine).is_server and c.rollout.filters_tokens),
-            engine_is(lambda entry: entry.is_server, negated=True),
+            ROLLOUT_ENGINES.lookup(c.rollout.engine).is_server
+            and (c.rollout.truncates or c.rollout.min_new_tokens)),
+            ROLLOUT_ENGINES.condition(lambda entry: entry.is_server, negated=True),
             "servers report log-probs before temperature and filters or after both; set it to "
             "1, unset top_k, top_p, min_p and min_new_tokens, or use the built-in engine"),))
     top_k: int = redeclare(Sampling, "top_k", read_by=PPO)
@@ -208,7 +208,7 @@ class RolloutOptions(Sampling):
         "on another machine; empty: shared memory, or the temporary folder if two copies do "
         "not fit",
         rules=(OptionRule(lambda c: ROLLOUT_ENGINES.lookup(c.rollout.engine).is_external,
-            engine_is(lambda entry: entry.is_external)),))
+            ROLLOUT_ENGINES.condition(lambda entry: entry.is_external)),))
     url: str = option("",
         "address of a running server that samples, http://HOST:PORT; it gets the environment "
         "variable JAX_PPO_ROLLOUT_KEY, if set, as a bearer token",
@@ -310,8 +310,3 @@ class RolloutOptions(Sampling):
     multi_turn: MultiTurn = section(MultiTurn)
     mesh: RolloutMesh = section(RolloutMesh)
     val_kwargs: Sampling = section(Sampling)
-
-    @property
-    def filters_tokens(self) -> bool:
-        """Return whether some tokens may be left out of a draw."""
-        return self.truncates or self.min_new_tokens > 0

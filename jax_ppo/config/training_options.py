@@ -10,7 +10,6 @@ from jax_ppo.config.option import (
     PPO,
     SUPERVISED,
     OptionRule,
-    first_step_only_if,
     option,
     redeclare,
     section,
@@ -288,7 +287,7 @@ class Critic:
             HAS_CRITIC,
             CRITIC_HAS_TRUNK,
             is_set("critic.path", "needs a config.critic.path that has a head"),
-            first_step_only_if(HAS_CRITIC)))
+            dataclasses.replace(HAS_CRITIC, message="", first_step_only=True)))
     shared_trunk: bool = option(False,
         "make the critic a scalar head on the actor's trunk: one pass serves both losses; the "
         "head uses actor.optim and stops with actor.target_kl",
@@ -426,7 +425,7 @@ class Algorithm:
     kl_penalty: str = option("k1",
         "estimator of the KL in the reward, where only k1 follows the KL's gradient; or a "
         "function as for actor.kl_loss_type",
-        choices=KL_ESTIMATORS.names(lambda entry: entry.in_reward), is_plugin=True,
+        choices=KL_ESTIMATORS.names(lambda entry: not entry.only_in_loss), is_plugin=True,
         aliases=KL_ESTIMATORS.other_names())
     kl_ctrl: KLControl = section(KLControl)
     filter_groups: FilterGroups = section(FilterGroups, read_by=PPO)

@@ -68,7 +68,6 @@ def _require_address(option: str, url: str, key_variable: str, has_path: bool = 
 
 
 def _validate_batches(data: Data, actor: Actor, critic: Critic) -> None:
-    """Validate that mini-batches divide the batch."""
     batch = data.train_batch_size
     sizes = {"actor": actor.ppo_mini_batch_size, "critic": critic.ppo_mini_batch_size}
     for name, mini_batch in sizes.items():

@@ -8,6 +8,7 @@ disjoint, too: one pair of numbers in ten is held out.
 
 import dataclasses
 import functools
+import itertools
 import zlib
 
 import numpy as np
@@ -74,18 +75,12 @@ class Problem:
 
 
 def _add_or_subtract(left: int, sign: str, right: int) -> int:
-    if sign == "+":
-        return left + right
-    return left - right
+    return left + right if sign == "+" else left - right
 
 
 @functools.lru_cache(maxsize=2**14)
 def generate_problem(index: int, split: str) -> Problem:
     """Return problem `index`, 0 or more, of "train" or "heldout"; two may share operands."""
-    if index < 0 or split not in SPLITS:
-        raise ValueError(
-            f"index={index}, split={split!r}: expected an index of at least 0 and one of {SPLITS}"
-        )
     # Each problem has a separate stream, so that it does not depend on those before it.
     rng = np.random.default_rng([_PROBLEM_STREAM, SPLITS.index(split), index])
     signs = ("+-", "-+")[rng.integers(2)]
@@ -126,7 +121,7 @@ def generate_arithmetic_examples(count: int, split: str = "train", seed: int = 0
 def _split_operands(signs: str, split: str) -> list[tuple[int, int, int]]:
     """Return the operand triples of a split that keep both steps within one digit."""
     digits = range(1, 10)
-    triples = [(a, b, c) for a in digits for b in digits for c in digits]
+    triples = itertools.product(digits, digits, digits)
     # One triple in eight is held out, whatever the operators.
     chosen = [x for x in triples if (zlib.crc32(bytes(x)) % 8 == 0) == (split == "heldout")]
     problems = [Problem(numbers=numbers, signs=signs, question="") for numbers in chosen]
@@ -136,11 +131,9 @@ def _split_operands(signs: str, split: str) -> list[tuple[int, int, int]]:
 def generate_sum_examples(count: int, split: str = "train", seed: int = 0) -> list[Example]:
     """Return sums, drawn with replacement, of data_source "sums"; the seed is ignored."""
     del seed
-    numbers = range(10, 100)
     pairs = [
         (a, b)
-        for a in numbers
-        for b in numbers
+        for a, b in itertools.product(range(10, 100), repeat=2)
         if (zlib.crc32(bytes((a, b))) % 10 == 0) == (split == "heldout")
     ]
     draws = np.random.default_rng([_SUM_STREAM, split == "heldout"]).integers(

@@ -191,13 +191,10 @@ def _find_program_word(framework: str, words: list[str]) -> tuple[int, tuple[Pro
 def _find_program(programs: tuple[Program, ...], word: str) -> tuple[Program, bool] | None:
     """Return the program that a script's name is, or has as a part; and whether it is the name."""
     name = re.split(r"[./]", word.removesuffix(".py").removesuffix(".sh"))[-1].replace("-", "_")
-    for program in programs:
-        if re.fullmatch(program.names, name):
-            return program, True
-    for part in name.split("_"):
+    for part in (name, *name.split("_")):
         for program in programs:
             if re.fullmatch(program.names, part):
-                return program, False
+                return program, part == name
     return None
 
 

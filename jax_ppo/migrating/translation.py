@@ -130,7 +130,6 @@ def translate(framework: str, text: str) -> Translation:
 
 @functools.cache
 def _load_base(name: str, command: str) -> dict[str, Any]:
-    """Return the values of all options in a configuration, by their dotted names."""
     return flatten_options(dataclasses.asdict(loading.load_config(name, command=command)))
 
 
@@ -178,7 +177,6 @@ class _Translator:
         self._tell_untranslated()
 
     def _translate(self, name: str, value: str) -> None:
-        """Set our options for a flag, or note why there are none."""
         known = options_by_name()
         if not is_known(self.program, self.framework, name):
             names = {**read_framework(self.framework).options, **self.program.options, **known}
@@ -240,12 +238,10 @@ class _Translator:
         return targets
 
     def _names(self, option: str) -> dict[str, str]:
-        """Return our names of an option's values by the framework's."""
         own = read_framework(self.framework).values.get(option, {})
         return _OTHER_NAMES.get(option, {}) | own
 
     def _adapt(self) -> None:
-        """Adapt the options to what the framework and the program count differently."""
         options = self.options
         if options.get("mesh.fsdp") == "-1":
             # All devices split the parameters, and none are left for copies.
@@ -345,7 +341,6 @@ def _unset(options: list[Option], base: Mapping[str, Any]) -> dict[str, str] | s
 
 
 def _convert(option: Option, value: str, names: Mapping[str, str]) -> str:
-    """Return a value in our notation."""
     text = value
     is_in_brackets = is_bracketed(value) and not option.facts.is_json
     if option.facts.is_list or is_in_brackets:
