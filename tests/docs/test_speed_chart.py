@@ -8,7 +8,9 @@ import doc_pages
 
 
 def load_script(name: str):
-    spec = importlib.util.spec_from_file_location(name, doc_pages.ROOT / "docs" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        name, doc_pages.ROOT / "benchmarks" / f"{name}.py"
+    )
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     return script

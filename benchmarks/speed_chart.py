@@ -1,4 +1,4 @@
-"""Draw docs/speed.png from the PPO-step benchmarks: `python docs/speed_chart.py`.
+"""Draw docs/speed.png from the PPO-step benchmarks: `python benchmarks/speed_chart.py`.
 
 One bar per implementation: median milliseconds per response token of a whole PPO step, lower is
 better. Lines show the fastest and slowest turn. Every number is read from benchmarks/results/.

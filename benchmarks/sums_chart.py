@@ -1,4 +1,4 @@
-"""Draw docs/sums_curves.png from the runs of smollm2_sums: `python docs/sums_chart.py`.
+"""Draw docs/sums_curves.png from the runs of smollm2_sums: `python benchmarks/sums_chart.py`.
 
 benchmarks/results/smollm2_sums.csv holds metrics of every step; those after step 0, 4 and 8 include
 an evaluation.
