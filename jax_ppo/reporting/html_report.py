@@ -12,7 +12,7 @@ import importlib.resources
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -250,15 +250,18 @@ def _describe_metrics(rows: Sequence[dict[str, str]]) -> Run:
     }
 
 
+def known_outcomes(metrics: Collection[str], trains_critic: bool) -> list[str]:
+    """Return those of a run's metrics that it may be judged by, the preferred one first."""
+    return [x for x in OUTCOMES if x in metrics and trains_critic == ("critic/" in x)]
+
+
 def _find_outcome(runs: Sequence[Run]) -> str | None:
     """Return the metric that all runs are judged by, or most of them; `None` without one."""
-    counts = dict.fromkeys(OUTCOMES, 0)
+    counts = collections.Counter[str]()
     for run in runs:
         trains_critic = run["options"]["trainer.critic_only"] == "True"
-        for name in counts.keys() & run["metrics"].keys():
-            counts[name] += trains_critic == ("critic/" in name)
-    name = max(counts, key=lambda name: counts[name])
-    return name if counts[name] else None
+        counts.update(known_outcomes(run["metrics"], trains_critic))
+    return max(OUTCOMES, key=lambda name: counts[name]) if counts else None
 
 
 def _find_points(run: Run, metric: str) -> tuple[list[tuple[float, int, float]], str]:

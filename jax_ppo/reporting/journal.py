@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import json
 import operator
-import re
 import statistics
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from jax_ppo.config.schema import Trainer
 from jax_ppo.errors import UserError, closed_outputs, printable_lines, shorten
 from jax_ppo.reporting import console, files
 from jax_ppo.reporting.files import collect_versions, write_summary_file
-from jax_ppo.reporting.html_report import HTMLReport, Panel
+from jax_ppo.reporting.html_report import OUTCOMES, HTMLReport, Panel, known_outcomes
 from jax_ppo.reporting.sinks import MetricsLog, describe_curves, read_metrics_csv
 from jax_ppo.runtime import compiled_programs, devices, distributed, signals, work_directory
 from jax_ppo.runtime.devices import measure_device_memory
@@ -42,9 +41,7 @@ class ReportLayout:
     columns: tuple[console.Column, ...]  # the line printed after each step
     panels: tuple[Panel, ...]  # the first plots of report.html
     learning_rate_option: str  # the option to lower when gradients are not finite
-    best_metric: str  # the metric by which summary.json names the best step
-    best_value: Callable[..., Any] = max  # `max` or `min`; also of `outcomes`
-    outcomes: tuple[str, ...] = ()  # figures of evaluations; the last lines show the first known
+    best_metric: str  # that of `OUTCOMES` by which summary.json names the best step
 
 
 class Journal:
@@ -270,13 +267,17 @@ class Journal:
         self._report_closed_outputs()
         rows = read_metrics_csv(self._workdir / "training_metrics.csv")
         steps = [{name: float(value) for name, value in row.items() if value} for row in rows]
-        steps = [step for step in steps if self._layout.best_metric in step]
+        metric, training = self._layout.best_metric, dict[str, Any]()
+        if taken := [step for step in steps if metric in step]:
+            _, better = OUTCOMES[metric]
+            best = better(taken, key=operator.itemgetter(metric))
+            training = {"last": taken[-1], "best": {name: best[name] for name in ("step", metric)}}
         summary = {
             "experiment_name": self._experiment_name,
             "steps": steps_done,
             "total_steps": self._total_steps,
             "evaluations": self.progress.evaluations,
-            "training": self._summarize_training(steps),
+            "training": training,
             "warnings": self.progress.warning_texts(),
             "changed_options": self.progress.changed_options,
             "seconds": time.monotonic() - self._started,
@@ -295,37 +296,22 @@ class Journal:
             console.print_on_main(line)
         return summary
 
-    def _summarize_training(self, steps: list[dict[str, float]]) -> dict[str, Any]:
-        """Return the metrics of the last step, and of the best."""
-        layout = self._layout
-        if not steps:
-            return {}
-        best = layout.best_value(steps, key=operator.itemgetter(layout.best_metric))
-        return {
-            "last": steps[-1],
-            "best": {name: best[name] for name in ("step", layout.best_metric)},
-        }
-
     def _describe_outcome(self, steps: list[dict[str, float]]) -> str:
-        """Return first, last and best figure of evaluations in words, "" if there is none.
-
-        Without evaluations they are of the `steps`. The interval is that of the last figure.
-        """
-        layout, points = self._layout, self.progress.evaluations
-        known = [x for x in layout.outcomes if any(point.get(x) is not None for point in points)]
-        [name, *_] = [*known, layout.best_metric]
-        points = [x for x in (points if known else steps) if x.get(name) is not None]
-        if not points:
+        """Return first, last with its interval, and best outcome in words, "" without one."""
+        names = {name for step in steps for name in step}
+        if not (known := known_outcomes(names, self._trainer.critic_only)):
             return ""
-        last, best = points[-1], layout.best_value(points, key=operator.itemgetter(name))
-        title = re.sub(r"critic/|train/|[/_]mean", "", name).replace("_", " ")
-        outcome = f"{'' if known else 'training '}{title} {points[0][name]:.3f}"
-        details = []
-        if (low := last.get(f"{name}_low")) is not None:
-            details.append(f"95 % {low:.2f}{'-' if low >= 0 else ' to '}{last[f'{name}_high']:.2f}")
+        metric = known[0]
+        title, better = OUTCOMES[metric]
+        points = [step for step in steps if metric in step]
+        last, best = points[-1], better(points, key=operator.itemgetter(metric))
+        outcome, details = f"{title} {points[0][metric]:.3f}", []
+        if (low := last.get(f"{metric}_low")) is not None:
+            high = last[f"{metric}_high"]
+            details.append(f"95 % {low:.2f}{'-' if low >= 0 else ' to '}{high:.2f}")
         if len(points) > 1:
-            outcome += f" → {last[name]:.3f}"
-            details.append(f"best {best[name]:.3f} after step {best['step']:.0f}")
+            outcome += f" → {last[metric]:.3f}"
+            details.append(f"best {best[metric]:.3f} after step {best['step']:.0f}")
         outcome += f" ({'; '.join(details)})" * bool(details)
         if self._first_step < self._last_step or not self._total_steps:
             outcome += f" in {console.format_duration(time.monotonic() - self._started)}"

@@ -39,11 +39,6 @@ class Evaluation:
     responses_per_prompt: int
     failures: int = 0  # responses that the rule failed on: not in the accuracy
     scored: int = 0  # responses that were scored
-    first_failure: str = ""  # the first response of this process that the rule failed on and why
-
-    def samples(self, count: int) -> list[dict[str, Any]]:
-        """Return the records of the first responses to different prompts."""
-        return self.records[:: self.responses_per_prompt][:count]
 
 
 @heartbeat.activity("preparing the evaluation")
@@ -67,7 +62,6 @@ def evaluate_policy(
 def _evaluate_held_weights(
     run: PPORun, state: TrainState, before_batch: Callable[[], None]
 ) -> Evaluation:
-    """Evaluate the weights that the engine holds."""
     rewards_of_batches: list[RuleRewards] = []
     predictions: list[critic_quality.Predictions] = []
     forward = run.step_options.forward
@@ -102,37 +96,28 @@ def _evaluate_held_weights(
         return rollout, scores, correct, records
 
     with heartbeat.activity("evaluation") as activity:
-        evaluation = with_failures(
-            evaluate_batches(run.held_out_batches(), respond), rewards_of_batches
-        )
-    require_scores(evaluation)
-    if not predictions:
-        return evaluation
-    critic = critic_quality.describe_critic(predictions)
+        evaluation = evaluate_batches(run.held_out_batches(), respond)
+    critic = critic_quality.describe_critic(predictions) if predictions else {}
     figures = {f"critic/{name}": value for name, value in critic.items()}
-    return dataclasses.replace(evaluation, figures=evaluation.figures | figures)
+    evaluation = dataclasses.replace(evaluation, figures=evaluation.figures | figures)
+    return count_failures(evaluation, rewards_of_batches)
 
 
-def with_failures(evaluation: Evaluation, rewards: Sequence[RuleRewards]) -> Evaluation:
-    """Return the evaluation with what the rewards of its batches say about failures."""
-    causes = (batch.first_failure for batch in rewards if batch.first_failure)
-    return dataclasses.replace(
-        evaluation,
-        failures=sum(batch.failures for batch in rewards),
-        scored=sum(batch.scored for batch in rewards),
-        first_failure=next(causes, ""),
-    )
+def count_failures(evaluation: Evaluation, rewards: Sequence[RuleRewards]) -> Evaluation:
+    """Return the evaluation with the failures in the rewards of its batches.
 
-
-def require_scores(evaluation: Evaluation) -> None:
-    """Raise `EvaluationFailed`, a `UserError`, if the reward function failed on every response."""
-    if evaluation.failures and evaluation.failures == evaluation.scored:
-        sample, _, cause = evaluation.first_failure.partition("\n")
+    Raise `EvaluationFailed`, a `UserError`, if the reward function failed on every response.
+    """
+    failures, scored = sum(x.failures for x in rewards), sum(x.scored for x in rewards)
+    if failures and failures == scored:
+        first = next((x.first_failure for x in rewards if x.first_failure), "")
+        sample, _, cause = first.partition("\n")
         raise EvaluationFailed(
-            f"the reward function failed on all {evaluation.scored} responses of the evaluation. "
-            f"The first failure was {sample}",
+            f"the reward function failed on all {scored} responses of the evaluation. The first "
+            f"failure was {sample}",
             details=cause,
         )
+    return dataclasses.replace(evaluation, failures=failures, scored=scored)
 
 
 def evaluate_batches(batches: Iterable[PromptBatch], respond: Respond) -> Evaluation:

@@ -74,10 +74,10 @@ PANELS = (
 )
 LAYOUT = journal.ReportLayout(
     columns=COLUMNS, panels=PANELS, learning_rate_option="actor.optim.lr",
-    best_metric="reward/mean", outcomes=("accuracy", "reward_mean"))
+    best_metric="reward/mean")
 CRITIC_LAYOUT = dataclasses.replace(
     LAYOUT, columns=CRITIC_COLUMNS, learning_rate_option="critic.optim.lr",
-    best_metric="critic/explained_variance", outcomes=("critic/explained_variance",))
+    best_metric="critic/explained_variance")
 # fmt: on
 
 
@@ -179,7 +179,8 @@ class Reporter(journal.Journal):
         )
         shown, means = _describe_evaluation(evaluation)
         self.write_samples("evaluation", completed_steps, evaluation.records)
-        if samples := evaluation.samples(self._run.config.trainer.log_samples):
+        first_responses = evaluation.records[:: evaluation.responses_per_prompt]
+        if samples := first_responses[: self._run.config.trainer.log_samples]:
             shown += "\n" + console.format_sample_table(samples)
         if evaluation.failures:
             self.warn(
@@ -197,7 +198,6 @@ class Reporter(journal.Journal):
             self.warn(f"{title}: " + "\n  ".join(lines), kind="no right answer")
 
     def _read_text(self, record: Mapping[str, Any]) -> str:
-        """Return the text of a record that rules have read."""
         if "action_mask" not in record:
             return record["response"]
         ids, mask = np.array(record["response_ids"]), np.array(record["action_mask"], bool)

@@ -39,8 +39,6 @@ def _layout(figures: tuple[console.Column, ...], panels: tuple[Panel, ...]) -> j
         ),
         learning_rate_option="supervised.optim.lr",
         best_metric="train/loss",
-        best_value=min,
-        outcomes=("loss",),
     )
 
 

@@ -144,12 +144,13 @@ def test_kept_generation_defaults_are_said_to_differ_from_evaluations(tmp_path, 
 def test_the_last_lines_are_the_outcome_the_report_and_the_models(
     figures, values, interval, outcome, tmp_path, capsys
 ):
-    evaluations = [{"step": step, figures: value} for step, value in enumerate(values)]
-    for end, value in zip(("low", "high"), interval, strict=False):
-        evaluations[-1][f"{figures}_{end}"] = value
-    progress = Progress(step=2, evaluations=evaluations)
     rewarded = types.SimpleNamespace(failures=0, extra={}, misses=())
-    with make_reporter(tmp_path, 4, progress) as writer:
+    with make_reporter(tmp_path) as before:
+        for step, value in enumerate(values):
+            ends = zip(("low", "high"), interval if step == len(values) - 1 else (), strict=False)
+            means = {figures: value} | {f"{figures}_{end}": bound for end, bound in ends}
+            before.write_evaluation(step, means, "")
+    with make_reporter(tmp_path, 4, Progress(step=2)) as writer:
         writer.report_model(tmp_path / "actor", "model.path")
         for step, reward in ((2, 0.25), (3, 0.75)):
             metrics = HEALTHY | {"reward/mean": reward}
@@ -346,12 +347,10 @@ def test_only_the_main_process_reads_logged_samples(tmp_path, monkeypatch):
 def test_responses_of_an_evaluation_that_could_not_be_scored_are_reported(tmp_path, capsys):
     """Regression: nothing but the log said that the accuracy was one of the others alone."""
     rewards = [
-        types.SimpleNamespace(failures=count, scored=4, first_failure=cause)
-        for count, cause in ((0, ""), (2, "row 3"), (1, "row 0"))
+        types.SimpleNamespace(failures=count, scored=4, first_failure="") for count in (0, 2, 1)
     ]
     scored = tiny.make_evaluation(1.0)
-    failing = evaluation.with_failures(scored, rewards)
-    assert failing.first_failure == "row 3"
+    failing = evaluation.count_failures(scored, rewards)
     with make_reporter(tmp_path) as writer:
         writer.report_evaluation(0, scored)
         assert "warning" not in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import pytest
 
@@ -98,7 +99,9 @@ def test_exported_adapters_of_a_critic_are_read_on_their_base(revision, base, tm
 
 def test_a_reward_function_that_fails_on_everything_gives_no_figures():
     failure = "row 0 of the batch:\nTraceback"
-    failing = tiny.make_evaluation(None, failures=2, scored=3, first_failure=failure)
-    evaluation.require_scores(failing)
+    rewards = types.SimpleNamespace(failures=2, scored=3, first_failure=failure)
+    scored = tiny.make_evaluation(None)
+    assert evaluation.count_failures(scored, [rewards]).failures == 2
+    rewards.failures = 3
     with pytest.raises(UserError, match="failed on all 3 responses.* row 0 of the batch:\nTrace"):
-        evaluation.require_scores(dataclasses.replace(failing, failures=3))
+        evaluation.count_failures(scored, [rewards])
