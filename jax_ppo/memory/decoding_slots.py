@@ -1,6 +1,7 @@
 """Choose how many samples a device decodes at once, from the memory that the weights leave."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -99,23 +100,21 @@ def queue_cache_shapes(
         # Key-value heads are copied until the mesh in context can split them. An abstract mesh
         # must have as many devices as the one before.
         with jax.set_mesh(rollout_mesh):
-            caches.append(_cache_shapes(model, options, prompts))
+            make_caches = functools.partial(_make_caches, model, options)
+            caches.append(jax.eval_shape(make_caches, prompts))
     return caches
 
 
-def _cache_shapes(
+def _make_caches(
     model: Transformer, options: SamplingOptions, prompts: Prompts
 ) -> tuple[Cache, Cache]:
-    def make_caches(prompts: Prompts) -> tuple[Cache, Cache]:
-        N = len(prompts.lengths) * options.n
-        queue = pad_queue(options, prompts, N)
-        job = DecodeJob(
-            model=model, options=options, params={}, prompts=queue, keys_N=jnp.zeros(N), count=N
-        )
-        state = initial_state(job)
-        return state.slots.cache, state.prefill_buffer
-
-    return jax.eval_shape(make_caches, prompts)
+    N = len(prompts.lengths) * options.n
+    queue = pad_queue(options, prompts, N)
+    job = DecodeJob(
+        model=model, options=options, params={}, prompts=queue, keys_N=jnp.zeros(N), count=N
+    )
+    state = initial_state(job)
+    return state.slots.cache, state.prefill_buffer
 
 
 def cache_bytes_per_device(caches: tuple[Cache, Cache], mesh: Mesh) -> int:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax_ppo.config.schema import Actor, Config, Critic
 from jax_ppo.errors import UserError
 from jax_ppo.kernels.platform import target_platform
-from jax_ppo.memory.remedies import PossibleChanges, Remedy, SupervisedChanges, rank_remedies
+from jax_ppo.memory.remedies import Measure, PossibleChanges, SupervisedChanges, rank_remedies
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import programs
 from jax_ppo.ppo.programs import StepProgram
@@ -117,11 +117,7 @@ class PPOMemory:
         """Return the changes of options that may save memory."""
         return PossibleChanges(self.config, self.mesh)
 
-    def rank_remedies(self, needed: int) -> list[Remedy]:
-        """Return the changes of options after which less than `needed` is needed, best first."""
-        return rank_remedies(self.changes, self._measure_changed, needed)
-
-    def _measure_changed(self, changed: Config, mesh: Mesh) -> int:
+    def measure_changed(self, changed: Config, mesh: Mesh) -> int:
         """Return the bytes that each device needs with other options and on another mesh."""
         nets = read_networks(changed, self.folders)
         rollout_mesh = meshes.make_rollout_mesh(mesh, changed.rollout.mesh)
@@ -155,12 +151,11 @@ class SupervisedMemory:
         """Return the changes of options that may save memory."""
         return SupervisedChanges(self.config, self.mesh)
 
-    def rank_remedies(self, needed: int) -> list[Remedy]:
-        """Return the changes of options after which less than `needed` is needed, best first."""
-        return rank_remedies(
-            self.changes,
-            lambda config, mesh: dataclasses.replace(self, config=config, mesh=mesh).measure().peak,
-            needed,
+    @property
+    def measure_changed(self) -> Measure:
+        """Return what measures the run with other options and on another mesh."""
+        return lambda options, mesh: (
+            dataclasses.replace(self, config=options, mesh=mesh).measure().peak
         )
 
 
@@ -181,7 +176,7 @@ def validate_memory(run: PPOMemory | SupervisedMemory) -> None:
         return
     suggestions = "; ".join(
         f"{remedy.options} needs at least {remedy.needed / GIB:.1f}"
-        for remedy in run.rank_remedies(least.peak)
+        for remedy in rank_remedies(run.changes, run.measure_changed, least.peak)
     )
     more = "memory is" if is_host else "devices are"
     raise UserError(
@@ -215,7 +210,8 @@ def _describe_memory(run: PPOMemory | SupervisedMemory) -> Iterator[str]:
     )
     for words, _ in run.changes.leave_sizes():
         yield f"  less that is temporary: {words}, chosen by the memory"
-    for remedy in run.rank_remedies(least.peak)[:_MAX_REMEDIES]:
+    remedies = rank_remedies(run.changes, run.measure_changed, least.peak)
+    for remedy in remedies[:_MAX_REMEDIES]:
         saved = least.peak - remedy.needed
         yield f"  less that stays: {remedy.options} saves {saved / GIB:.3g} GiB"
     yield "  python -m jax_ppo.plan with the same options counts the temporary arrays, too"

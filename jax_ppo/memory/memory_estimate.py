@@ -145,7 +145,9 @@ def _update_bytes(step: AbstractStep, name: str, packing: Packing) -> int:
         # Norms and activations are computed in float32; the policy keeps products alone.
         kept_per_token = width * FLOAT32_BYTES
         if role.net.remat:
-            kept_per_token = _products_width(role, parts) * role.itemsize
+            heads, mlp = _split_widths(role.architecture)
+            products = 3 * role.architecture.hidden_size + (heads + 2 * mlp) // parts
+            kept_per_token = products * role.itemsize
         # A causal mask hides half of the scores of all blocks of queries.
         kept = tokens * kept_per_token + scores * (blocks + 1) // 2 * FLOAT32_BYTES
     elif role.net.remat_policy == "attention":
@@ -168,9 +170,8 @@ def _rows_of_device(step: AbstractStep, packing: Packing) -> tuple[int, int]:
     """Return how many rows of a micro-batch, and how many of its tokens, a device has."""
     rows, length = packing.sample.shape[-2:]
     rows *= meshes.row_parts(step.mesh)
-    return max(1, rows // meshes.row_shards(step.mesh)), rows * length // meshes.row_shards(
-        step.mesh
-    )
+    shards = meshes.row_shards(step.mesh)
+    return max(1, rows // shards), rows * length // shards
 
 
 def _join(step: AbstractStep, layers: int, head: int) -> int:
@@ -185,12 +186,6 @@ def _layer_width(role: Role, parts: int) -> int:
         return 8 * a.hidden_size + 3 * a.intermediate_size // parts
     heads, mlp = _split_widths(a)
     return 4 * a.hidden_size + (2 * heads + 3 * mlp) // parts
-
-
-def _products_width(role: Role, parts: int) -> int:
-    """Return how many numbers per token a decoder's layer has in its input and its products."""
-    heads, mlp = _split_widths(role.architecture)
-    return 3 * role.architecture.hidden_size + (heads + 2 * mlp) // parts
 
 
 def _split_widths(a: Architecture) -> tuple[int, int]:

@@ -99,7 +99,13 @@ class PossibleChanges:
 
     def save_time(self) -> Iterator[Change]:
         """Return changes that compute or exchange less, for more memory."""
-        return filter(_is_allowed, self._save_time())
+        shape, changes = self.mesh.shape, []
+        if self.config.model.gradient_checkpointing:
+            changes.append(self._change({"model.gradient_checkpointing": False}))
+        if shape["fsdp"] > 1:
+            devices = shape["data"] * shape["fsdp"]
+            changes.append(self._change({"mesh.data": devices, "mesh.fsdp": 1}))
+        return filter(_is_allowed, changes)
 
     @property
     def _roles(self) -> list[RunRole]:
@@ -146,7 +152,6 @@ class PossibleChanges:
             yield self._change(dict.fromkeys(names, True))
 
     def _store_bfloat16(self) -> Change:
-        """Return the change that stores what is trained in half the memory."""
         sections = [role.entry.section for role in self._roles if role.is_trained]
         words = " and ".join(
             f"config.{section}.optim.{{param,moments,gradient}}_dtype=bfloat16"
@@ -154,13 +159,6 @@ class PossibleChanges:
         )
         names = [f"{section}.optim.{name}" for section in sections for name in _STORED]
         return words, replace_options(self.config, dict.fromkeys(names, "bfloat16"))
-
-    def _save_time(self) -> Iterator[Change]:
-        shape = self.mesh.shape
-        if self.config.model.gradient_checkpointing:
-            yield self._change({"model.gradient_checkpointing": False})
-        if shape["fsdp"] > 1:
-            yield self._change({"mesh.data": shape["data"] * shape["fsdp"], "mesh.fsdp": 1})
 
     def _change(self, values: dict[str, Any]) -> Change:
         words = " and ".join(f"config.{name}={value}" for name, value in values.items())

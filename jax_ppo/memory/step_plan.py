@@ -66,7 +66,6 @@ class StepPlan:
     mesh: dict[str, int]  # size of each mesh axis
     rollout_mesh: dict[str, int]  # size of each axis of the mesh for decoding
     decoding_devices: int  # devices that only decode
-    decodes_beside: bool  # they decode a whole step while the others learn
     available: float | None  # bytes per device; `None` if unknown
     sizes: str  # a line about the sizes that were chosen; empty: all are set, or memory is unknown
     source: str  # origin of the temporaries, for the user
@@ -94,13 +93,13 @@ class StepPlan:
     def seconds(self) -> float | None:
         """Return the predicted seconds of a step's programs; `None` if one is unknown.
 
-        Devices that only decode sample the next step, once they have its weights, while the others
-        do the rest. Partial rollouts wait for most of their stages.
+        One step ahead, devices that only decode sample the next step, once they have its weights,
+        while the others do the rest. Partial rollouts wait for most of their stages.
         """
         known = {x.name: x.seconds for x in self.programs if x.seconds is not None}
         if len(known) < len(self.programs):
             return None
-        if not self.decodes_beside:
+        if not self.decoding_devices or self.config.rollout.max_staleness != 1:
             return sum(known.values())
         copied, beside = known.pop("prepare_weights"), known.pop("sample")
         return copied + max(beside, sum(known.values()))
@@ -169,7 +168,6 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
             mesh=dict(mesh.shape),
             rollout_mesh=dict(step.rollout_mesh.shape),
             decoding_devices=separate,
-            decodes_beside=bool(separate) and config.rollout.max_staleness == 1,
             available=topology.available_bytes,
             sizes=str(choice),
             source=" ".join(source.split()),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_ppo.errors import UserError, named_file
-from jax_ppo.runtime import distributed, work_directory
+from jax_ppo.runtime import work_directory
 
 SAMPLES_FOLDER = "rollouts"
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "transformers")
@@ -34,9 +34,7 @@ def replace_file(path: Path) -> Iterator[Path]:
 
 
 def write_json_lines(path: Path, objects: Iterable[dict[str, Any]]) -> None:
-    """Write JSON objects, one per line, on the main process; the file is replaced atomically."""
-    if not distributed.is_main():
-        return
+    """Write JSON objects, one per line; the file is replaced atomically."""
     with replace_file(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         for value in objects:
             text = json.dumps(value, ensure_ascii=False)

@@ -82,20 +82,15 @@ def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
 
 
 def _validate_rows(path: Path) -> None:
-    rows = list(_read_lines(path)) if path.exists() else []
-    if rows and "step" not in rows[0][1]:
-        raise UserError(
-            f"{path}: line 1 does not name the columns; expected step and metrics, separated by "
-            "commas; restore the line, or remove the file"
-        )
-    for line, row in rows:
+    for line, row in _read_lines(path) if path.exists() else ():
         try:
             int(row["step"])
             for value in row.values():
                 float("nan" if value == "" else value)
-        except (TypeError, ValueError):  # also of a row that is too short or too long
+        except (KeyError, TypeError, ValueError):  # also of a row that is too short or too long
             raise UserError(
-                f"{path}: line {line} does not hold the metrics of a step; remove the line"
+                f"{path}: line {line} does not hold the metrics of a step that line 1 names; "
+                "remove the line"
             ) from None
 
 

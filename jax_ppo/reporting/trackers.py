@@ -35,7 +35,10 @@ def require_installed(loggers: Collection[str]) -> None:
             spec = importlib.util.find_spec(name)
             # Without a file it is a folder of that name, such as one with wandb's logs.
             if spec is None or spec.origin is None:
-                raise _missing_package(name)
+                raise UserError(
+                    f"config.trainer.logger asks for {name}, which is not installed: "
+                    f"pip install 'jax_ppo[{name}]'"
+                )
 
 
 def open_tracker(
@@ -51,14 +54,12 @@ def open_tracker(
     `config_dict` has all options of the run, by section. `workdir` holds the id of the record,
     which a `first_step` of 0 begins anew. `warn` shows a failure, once; the record then gets no
     more metrics until the run is resumed: each attempt may wait for minutes. Raise `UserError` if
-    the tracker is not installed, or it or its server cannot be used.
+    the tracker or its server cannot be used.
     """
     try:
         tracker = TRACKERS[name](options, workdir, config_dict, first_step)
     # Each tracker raises its own errors, and errors of the libraries that it uses.
     except Exception as error:
-        if isinstance(error, ImportError) and (error.name or "").split(".")[0] == name:
-            raise _missing_package(name) from error
         raise UserError(
             f"config.trainer.logger={name}: {_first_line(error)}{_OFFLINE.get(name, '')}"
         ) from error
@@ -150,13 +151,6 @@ def open_mlflow(
         )
 
     return Tracker(write=write, close=lambda: client.set_terminated(run_id))
-
-
-def _missing_package(name: str) -> UserError:
-    return UserError(
-        f"config.trainer.logger asks for {name}, which is not installed: "
-        f"pip install 'jax_ppo[{name}]'"
-    )
 
 
 TRACKERS: dict[str, Callable[..., Tracker]] = {"wandb": open_wandb, "mlflow": open_mlflow}

@@ -21,7 +21,7 @@ from jax_ppo.ppo.rewarding import RuleRewards
 from jax_ppo.run.parts import PPORun
 from jax_ppo.runtime import placement
 from jax_ppo.training.state import TrainState
-from jax_ppo.types import Array, Control, Rollout
+from jax_ppo.types import Control, Rollout
 
 PARTS = 10  # of a response, and of the predicted values
 
@@ -54,7 +54,9 @@ def predict_returns(
         changes = dict.fromkeys(("old_logprobs", "reference", "full_kl"), False)
     sequences, outputs = run.run_forward_passes(state, batch, rollout, **changes)
     assert outputs.values is not None, "there is a critic"
-    values = in_units_of_reward(outputs.values, state.control)
+    values, moments = outputs.values, state.control.moments.get("returns")
+    if moments is not None:  # the critic predicts normalized returns
+        values = moments.mean + moments_std(moments) * values
     algorithm = dataclasses.replace(
         options.experience.algorithm,
         critic_lam=1.0,
@@ -78,23 +80,14 @@ def predict_returns(
     assert experience.returns is not None, "there is a critic"
     learned = sequences.action_mask if experience.value_mask is None else experience.value_mask
     num_real = len(rewards) // len(batch.examples) * batch.count
-    return collect_predictions(
-        *(placement.to_host(x)[:num_real] for x in (values, experience.returns, learned))
-    )
+    arrays = (values, experience.returns, learned)
+    return collect_predictions(*(placement.to_host(x)[:num_real] for x in arrays))
 
 
 def knows_unit_of_rewards(control: Control) -> bool:
     """Return whether the moments that normalize rewards, if they do, have seen any reward."""
     moments = control.moments.get("rewards")
     return moments is None or float(moments.count) > 0
-
-
-def in_units_of_reward(values: Array, control: Control) -> Array:
-    """Return the values in units of reward, also of a critic that predicts normalized returns."""
-    moments = control.moments.get("returns")
-    if moments is None:
-        return values
-    return moments.mean + moments_std(moments) * values
 
 
 def collect_predictions(

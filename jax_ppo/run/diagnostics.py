@@ -228,7 +228,6 @@ def _diagnose_truncation(run: LastSteps) -> Iterator[str]:
 
 
 def _describe_limits(run: LastSteps) -> str:
-    """Return the options that cut responses off."""
     limit = f"config.data.max_response_length={run.options.data.max_response_length} tokens"
     if turns := run.options.rollout.multi_turn.max_assistant_turns:
         limit += f" or config.rollout.multi_turn.max_assistant_turns={turns}"

@@ -76,9 +76,9 @@ def _ways_to_lose(counts: list[int], votes: int, largest: int) -> np.ndarray:
     return ways
 
 
-def bootstrap_interval(values_P: np.ndarray, seed: int = 0) -> tuple[float, float]:
+def bootstrap_interval(values_P: np.ndarray) -> tuple[float, float]:
     """Return the percentile interval of the mean at `LEVEL`, with prompts resampled."""
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     size = len(values_P)
     means = [
         values_P[generator.integers(0, size, (_ROWS_AT_ONCE, size))].mean(1)
@@ -87,12 +87,6 @@ def bootstrap_interval(values_P: np.ndarray, seed: int = 0) -> tuple[float, floa
     tail = (1 - LEVEL) / 2
     low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
     return float(low), float(high)
-
-
-def _describe_interval(name: str, values_P: np.ndarray) -> dict[str, float]:
-    """Return the ends of the interval of a mean over prompts, by name."""
-    low, high = bootstrap_interval(values_P)
-    return {f"{name}_low": low, f"{name}_high": high}
 
 
 def describe_prompts(
@@ -127,10 +121,11 @@ def _describe_group(
     graded_PxN = correct_PxN[graded_P]
     sizes = subset_sizes(scores_PxN.shape[1])
     votes = answers_PxN[graded_P]
+    name, values_PxN = "reward_mean", scores_PxN
     if len(graded_PxN):
-        figures = _describe_interval("accuracy", graded_PxN.mean(1))
-    else:
-        figures = _describe_interval("reward_mean", scores_PxN.mean(1))
+        name, values_PxN = "accuracy", graded_PxN
+    low, high = bootstrap_interval(values_PxN.mean(1))
+    figures = {f"{name}_low": low, f"{name}_high": high}
     if sizes and (votes != np.array(None)).any():
         shares = np.mean(
             [majority_at_k(*row, sizes) for row in zip(graded_PxN, votes, strict=True)], axis=0

@@ -48,9 +48,7 @@ def _export_role(
     critic_unit: dict[str, float] | None = None
     if export.per_token:  # what a critic predicts is normalized by these moments, if there are any
         moments = state.control.moments.get("returns")
-        critic_unit = {}
-        if moments is not None:
-            critic_unit = {name: float(x) for name, x in moments._asdict().items()}
+        critic_unit = {name: float(x) for name, x in moments._asdict().items()} if moments else {}
     save = functools.partial(
         export_checkpoint,
         architecture=architecture,
@@ -82,7 +80,6 @@ def _export_role(
 
 
 def _exported_roles(roles: Sequence[RunRole]) -> Iterator[tuple[ModelRole, Export]]:
-    """Yield the roles that the end of a run exports, if it exports any."""
     for role in roles:
         if role.is_exported and role.entry.export is not None:
             yield role.entry, role.entry.export

@@ -25,13 +25,7 @@ from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config, Trainer, flatten_options, replace_options
 from jax_ppo.errors import UserError
-from jax_ppo.memory.automatic_sizes import (
-    AS_SET,
-    SizeChoice,
-    Sizes,
-    choose_sizes,
-    compile_within,
-)
+from jax_ppo.memory.automatic_sizes import AS_SET, SizeChoice, Sizes, choose_sizes, compile_within
 from jax_ppo.memory.memory_check import (
     OutOfMemory,
     PPOMemory,
@@ -144,10 +138,7 @@ def run_life_cycle(config: Config, workdir: Path, kind: TrainingKind) -> dict[st
             saved = find_saved_run(sized, checkpoints, kind.command)
             training = kind.build(choice.sizes.options, mesh)
             progress = find_progress(
-                training.total_steps,
-                saved,
-                console.print_on_main,
-                **training.fingerprints(),
+                training.total_steps, saved, console.print_on_main, **training.fingerprints()
             )
             with (
                 explain_out_of_memory(training.memory),
@@ -234,11 +225,6 @@ class StepLoop:
     choice: SizeChoice  # of the sizes that are `auto`
     command: str  # recorded, too: the checkpoints are of no other command
 
-    @property
-    def options(self) -> Trainer:
-        """Return the options of the loop."""
-        return self.config.trainer
-
     def __post_init__(self) -> None:
         self.completed_steps = self.progress.step
 
@@ -251,7 +237,7 @@ class StepLoop:
             self.completed_steps = step + 1
             quality = self._evaluate_if_due(state)
             stops = should_stop()
-            if stops or is_due(step + 1, self.training.total_steps, self.options.save_freq):
+            if stops or is_due(step + 1, self.training.total_steps, self.config.trainer.save_freq):
                 self._save(state, quality)
                 stops = stops or should_stop()  # a save may take long
             if stops:
@@ -276,7 +262,7 @@ class StepLoop:
                     compile_in_background(take_step, training.mesh, compile_)
                 )
             state = training.load_state(self.checkpoints, progress.step)
-            evaluates_first = progress.step == 0 and self.options.val_before_train
+            evaluates_first = progress.step == 0 and self.config.trainer.val_before_train
             if training.can_evaluate and (evaluates_first or progress.evaluation_pending):
                 training.evaluate(state, progress.step, self.journal)
                 progress.evaluation_pending = False
@@ -287,7 +273,7 @@ class StepLoop:
     def _evaluate_if_due(self, state: Any) -> Quality | None:
         """Evaluate if due; `None` if not, or interrupted. If it fails, the step is saved first."""
         step = self.completed_steps
-        due = is_due(step, self.training.total_steps, self.options.test_freq)
+        due = is_due(step, self.training.total_steps, self.config.trainer.test_freq)
         if not (self.training.can_evaluate and due):
             return None
         self.journal.write_pending_report()  # the evaluation is not part of the step's time

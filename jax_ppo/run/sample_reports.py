@@ -49,9 +49,7 @@ def measure_sampling(
         "rollout/most_common": copies_B.max() / len(copies_B),
     }
     if rollout.slot_steps is not None:
-        slot_steps = rollout.slot_steps.sum()
-        drawn = rollout.action_mask.sum()
-        metrics["rollout/slot_use"] = drawn / slot_steps
+        metrics["rollout/slot_use"] = rollout.action_mask.sum() / rollout.slot_steps.sum()
     if rollout.turn_rewards is not None:
         metrics |= _measure_turns(rollout, rollout.turn_rewards)
     if rollout.versions is not None:
@@ -82,7 +80,6 @@ def _measure_turns(rollout: Rollout, turn_rewards_BxT: jax.Array) -> dict[str, j
 
 
 def _measure_groups(rollout: Rollout, rewards_B: jax.Array, n: int) -> dict[str, jax.Array]:
-    """Return the metrics of the groups of n responses to a prompt."""
     hashes_B = _hash_responses(rollout.responses, rollout.lengths)
     hashes_Gxn = jnp.sort(hashes_B.reshape(-1, n), axis=1)
     repeats = (hashes_Gxn[:, 1:] == hashes_Gxn[:, :-1]).sum()

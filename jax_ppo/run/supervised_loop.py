@@ -75,27 +75,30 @@ def train_supervised(config: Config, workdir: Path, task: Task) -> dict[str, Any
 
     def rank(mesh: Mesh) -> list[Sizes]:
         """Return the sizes that are automatic, without estimates: the compiler decides."""
-        shards = meshes.row_shards(mesh) // meshes.row_parts(mesh)
-        length = packing.row_width(config.sequence_length, meshes.row_parts(mesh))
-        rows = packing.rows_per_micro_batch(
-            None,
-            length // meshes.row_parts(mesh),
-            config.data.train_batch_size,
-            shards,
-            meshes.needs_large_micro_batches(mesh),
-        )
+        parts = meshes.row_parts(mesh)
+        length = packing.row_width(config.sequence_length, parts)
+        rows = _rows_at_once(mesh, None, length, config.data.train_batch_size)
+        option = "supervised.micro_batch_size_per_device"
         return rank_sizes(
             config.model.gradient_checkpointing,
-            (
-                "supervised.micro_batch_size_per_device",
-                config.supervised.micro_batch_size_per_device,
-            ),
-            rows // shards,
+            (option, config.supervised.micro_batch_size_per_device),
+            rows * parts // meshes.row_shards(mesh),
             lambda sizes: 0,
         )
 
     kind = life_cycle.TrainingKind(task.command, "quality", build, rank)
     return life_cycle.run_life_cycle(config, workdir, kind)
+
+
+def _rows_at_once(mesh: Mesh, size: int | None, row_length: int, num_rows: int) -> int:
+    parts = meshes.row_parts(mesh)
+    return packing.rows_per_micro_batch(
+        size,
+        row_length // parts,
+        num_rows,
+        meshes.row_shards(mesh) // parts,
+        meshes.needs_large_micro_batches(mesh),
+    )
 
 
 train_sft = functools.partial(train_supervised, task=SFT)
@@ -239,15 +242,8 @@ class SupervisedTraining:
         sequences = dataset.sequences(batch.indices.tolist())
         # The sequences of a pair are packed as one, so that both are in one row.
         lengths = (sequences.prompt_lengths + sequences.lengths).reshape(num_responses, -1)
-        parts = meshes.row_parts(self.mesh)
-        shards = meshes.row_shards(self.mesh) // parts
-        rows_at_once = packing.rows_per_micro_batch(
-            self.config.supervised.micro_batch_size_per_device,
-            self.row_length // parts,
-            num_rows,
-            shards,
-            meshes.needs_large_micro_batches(self.mesh),
-        )
+        size = self.config.supervised.micro_batch_size_per_device
+        rows_at_once = _rows_at_once(self.mesh, size, self.row_length, num_rows)
         # A length of 0 takes no place in a row.
         is_real = np.arange(num_rows) < batch.count
         packings, counts = packing.pack_samples(
@@ -260,7 +256,8 @@ class SupervisedTraining:
         packed = jax.tree.map(lambda x: x[0], packings)
         if num_responses > 1:
             packed = packing.split_pairs(packed, lengths[0])
-        packed = packing.split_columns(packed, shards, parts)
+        parts = meshes.row_parts(self.mesh)
+        packed = packing.split_columns(packed, meshes.row_shards(self.mesh) // parts, parts)
         return Batch(
             sequences=self._replicate(sequences),
             packing=placement.place(packed, sharding.rows(self.mesh, axis=1)),
@@ -268,7 +265,6 @@ class SupervisedTraining:
         )
 
     def _batches_from(self, position: int) -> prompt_batches.PromptBatches:
-        """Return the training batches that follow a position, for the rows that they name."""
         return batches_in_order(self.config.data, self.config.seed, self.training.prompts, position)
 
     def _replicate(self, tree: Any) -> Any:
@@ -281,7 +277,6 @@ class SupervisedTraining:
     def _run_step(
         self, state: State, step: int, batches: prompt_batches.PromptBatches
     ) -> tuple[State, Metrics]:
-        """Start a step on the next batch; return the results of `train_step`."""
         # The host packs this batch while the mesh still computes the step before.
         batch = self.place_batch(self.training, next(batches))
         results: tuple[State, Metrics] = train_step(
@@ -292,7 +287,6 @@ class SupervisedTraining:
     def _measure_held_out(
         self, params: Params, before_batch: Callable[[], None]
     ) -> dict[str, float]:
-        """Return the objective's means over the held-out examples."""
         assert self.held_out is not None, "there are no validation files"
         sums: collections.Counter[str] = collections.Counter()
         batches = prompt_batches.evaluation_batches(

@@ -83,7 +83,6 @@ def _token_rows(
 def _describe_row(
     tokenizer: Any, row: ResponseRow, texts: list[str], scores: Scores, number: int
 ) -> dict[str, Any]:
-    """Return the record that the page shows of a response."""
     ids = row.response_ids.tolist()
     correct = scores.correct[number]
     record = {

@@ -82,14 +82,6 @@ def test_mlflow_continues_the_record_of_a_resumed_run(tmp_path, monkeypatch):
     }
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_missing_package_is_named(tmp_path, monkeypatch, name):
-    for module in (name, f"{name}.tracking"):
-        monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(UserError, match=rf"jax_ppo\[{name}\]"):
-        write_steps(tmp_path, name, 0, 1, 0.5)
-
-
 def fail(*_, **__):
     raise ConnectionError("the server\x1b is down\nfor a while")
 
@@ -115,15 +107,6 @@ def test_a_server_that_cannot_be_used_is_named_at_the_start(tmp_path, monkeypatc
         write_steps(tmp_path, "wandb", 0, 1, 0.5)
     expected = "config.trainer.logger=wandb: ConnectionError: the server· is down; WANDB_MODE="
     assert str(error.value).startswith(expected)
-
-
-def test_a_package_that_a_tracker_misses_is_not_taken_for_the_tracker(tmp_path, monkeypatch):
-    def fail(**arguments):
-        raise ImportError("No module named 'boto3'", name="boto3")
-
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=fail))
-    with pytest.raises(UserError, match="logger=wandb: ImportError: No module named 'boto3'"):
-        write_steps(tmp_path, "wandb", 0, 1, 0.5)
 
 
 @pytest.mark.parametrize("has_folder", [False, True])
