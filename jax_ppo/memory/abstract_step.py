@@ -73,7 +73,6 @@ class AbstractStep(StepParts):
     decoding_weights: Params  # the copy of the weights that decodes
     caches: Any  # shapes of the slots' cache and of the prefill buffer, of each queue
     least: LeastMemory  # bytes of weights, as the validation at the start of a run adds them up
-    hosts: int  # of the machine
 
     def batches(self) -> PromptBatches:
         """Return batches of the longest prompts."""
@@ -117,9 +116,7 @@ class AbstractStep(StepParts):
         return max(cache_bytes_per_device(caches, self.rollout_mesh) for caches in self.caches)
 
 
-def build_abstract_step(
-    config: Config, mesh: Mesh, hosts: int = 1, limit: float | None = None
-) -> AbstractStep:
+def build_abstract_step(config: Config, mesh: Mesh, limit: float | None = None) -> AbstractStep:
     """Build the abstract programs of a step without placing anything on the mesh.
 
     A device has `limit` bytes, which decide an automatic `rollout.max_num_seqs`.
@@ -183,7 +180,6 @@ def build_abstract_step(
         decoding_weights=shape_decoding_weights(rollout_mesh, nets.actor, sampled_params),
         caches=queue_cache_shapes(data, rollout, nets.actor, rollout_mesh, sampling),
         least=memory.measure(),
-        hosts=hosts,
     )
 
 

@@ -68,7 +68,6 @@ def resident_memory(step: AbstractStep, name: str) -> ProgramMemory:
         gradients=gradients,
         decoding_copy=least.decoding if decodes or program.kind == "resharding" else 0,
         cache=step.cache_bytes if decodes else 0,
-        # The memory of a single CPU is that of the process.
         process=PROCESS_BYTES if target_platform() == "cpu" and step.mesh.size == 1 else 0,
     )
 

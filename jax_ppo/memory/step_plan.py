@@ -159,7 +159,7 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
 
             def build(sizes: Mapping[str, Any]) -> AbstractStep:
                 sized = replace_options(config, sizes)
-                return build_abstract_step(sized, mesh, hosts, topology.available_bytes)
+                return build_abstract_step(sized, mesh, topology.available_bytes)
 
             step, memory, refused, choice = _measure_step(build, topology, bool(devices))
         given, config = config, step.config
@@ -179,7 +179,7 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
 
         def estimate_peak(config: Config, mesh: Mesh) -> int:
             with jax.set_mesh(mesh):
-                step = build_abstract_step(config, mesh, limit=topology.available_bytes)
+                step = build_abstract_step(config, mesh, topology.available_bytes)
                 return max(program.peak for program in estimate_memory(step).values())
 
         return _find_remedies(plan, mesh, estimate_peak, lambda mesh: estimate_peak(given, mesh))

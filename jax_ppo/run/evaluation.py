@@ -147,7 +147,6 @@ def evaluate_batches(batches: Iterable[PromptBatch], respond: Respond) -> Evalua
         # A sample's random numbers follow from its index over all batches.
         first_sample += len(batch_scores)
     all_scores, all_correct = np.concatenate(scores), np.concatenate(correct)
-    # Rules that do not define correctness report NaN.
     defined_correct = all_correct[~np.isnan(all_correct)]
     answers = np.array([record.get("answer") for record in records], object)
     figures = describe_prompts(

@@ -300,7 +300,6 @@ class StepLoop:
             }
             trees = self.training.checkpoint_trees(state)
             self.checkpoints.save(self.completed_steps, trees, meta, quality)
-        # Exclude the checkpoint from the next step's time.
         self.journal.restart_clock()
 
 

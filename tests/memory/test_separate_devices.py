@@ -9,13 +9,13 @@ import pytest
 import tiny
 from jax_ppo import plan as plan_command
 from jax_ppo.errors import UserError
-from jax_ppo.memory import compiler_figures, decoding_slots, step_plan
+from jax_ppo.memory import decoding_slots, step_plan
 from jax_ppo.memory.memory_check import PPOMemory
 from jax_ppo.memory.remedies import PossibleChanges
 from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.ppo.step_parts import sampling_options
 from jax_ppo.runtime import meshes
-from jax_ppo.runtime.topologies import cpu_devices, parse_topology
+from jax_ppo.runtime.topologies import parse_topology
 
 AHEAD = {"rollout__max_staleness": 1, "algorithm__rollout_is": "token"}
 SEPARATE = AHEAD | {"rollout__mesh__devices": 2}
@@ -79,21 +79,6 @@ def test_a_plan_takes_six_devices_beside_two_and_as_many_of_each_host(folder):
     for name in ("prepare_weights", "sample"):
         assert one[name].memory.decoding_copy == two[name].memory.decoding_copy > 0
     assert one["prepare_weights"].read_bytes == two["prepare_weights"].read_bytes
-
-
-def test_a_compiler_that_refuses_a_part_of_each_host_is_said_to(folder, monkeypatch):
-    def refuse(step, state, batches):
-        raise UserError("the compiler failed: not a supported slice")
-
-    def describe(topology, compiles):
-        return cpu_devices(topology), "a compiler"
-
-    monkeypatch.setattr(compiler_figures, "take_step_on_shapes", refuse)
-    monkeypatch.setattr(step_plan, "_describe_machine", describe)
-    with pytest.raises(UserError, match=r"devices=2: takes a part of each of 2 hosts.*failed: not"):
-        plan(folder, "v5p:2x2x2", True, **SEPARATE)
-    with pytest.raises(UserError, match="^the compiler failed"):
-        plan(folder, "v5p:2x2x1", True, **SEPARATE)
 
 
 @pytest.mark.slow
