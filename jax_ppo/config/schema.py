@@ -39,7 +39,6 @@ from jax_ppo.config.option_rules import (
     is_set,
     is_unset,
     must_be_set,
-    option_is,
 )
 from jax_ppo.config.parsing import Term, parse_date, parse_loggers, parse_terms, refuse_main
 from jax_ppo.config.rollout_options import RolloutOptions
@@ -213,10 +212,8 @@ class Reward:
             "`reward.function` or `reward.terms` is set",
             "needs a config.reward.function that returns step_rewards"),))
     normalize: str = option("none",
-        "divide scores by their standard deviation: running, over all so far",
+        "shift and scale scores to mean 0 and variance 1: running, of all so far",
         choices=("none", "running"), fixed_on_resume=True)
-    normalize_shift: bool = option(True, "also subtract the mean from normalized scores",
-        rules=(option_is("reward.normalize", "running"),))
     clip: float | None = option(None,
         "clip scores, after normalization, to +- this; unset: no clipping",
         above=0)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32, Shaped
+from jaxtyping import Array, Bool, Float32, Int32
 
 from jax_ppo.config import plugins
 from jax_ppo.config.schema import Algorithm, Config, Reward, Teacher
@@ -17,7 +17,6 @@ from jax_ppo.kernels.masked_statistics import (
     Moments,
     masked_mean,
     masked_sum,
-    moments_std,
     normalize_by_moments,
 )
 from jax_ppo.ppo.forward_passes import ForwardOutputs
@@ -131,8 +130,9 @@ def shape_scores(
     """
     reward = options.reward
     if moments is not None:
-        # Normalize before clipping: the clip then counts standard deviations.
-        rewards_B = normalize_scores(rewards_B, moments, reward.normalize_shift)
+        # Before clipping: the clip then counts standard deviations, as do the coefficients of KL
+        # and length. With gamma below 1 the shift moves the optimum: a low score is better late.
+        rewards_B = normalize_by_moments(rewards_B, moments)
     if reward.clip is not None:
         rewards_B = jnp.clip(rewards_B, -reward.clip, reward.clip)
     if reward.overlong_buffer_len:
@@ -164,27 +164,6 @@ def soft_overlong_penalty(
     )
     over = lengths_B.astype(jnp.float32) - (longest - buffer)
     return -factor * jnp.clip(over / buffer, 0.0, 1.0)
-
-
-def normalize_scores(
-    scores_B: Shaped[Array, " B"], moments: Moments, shift: bool
-) -> Float32[Array, " B"]:
-    """Return (s - mean) / std, or s / std without `shift`, by the moments of other scores.
-
-    Dividing never changes which of two scores is better. It changes what a nat of KL or a token
-    of length penalty costs relative to them: their coefficients then count standard deviations.
-
-    The shift adds one constant to every score. Where gamma = 1 and every response ends with such
-    a score, that is a baseline and moves no optimum. It moves the optimum where the constant does
-    not reach all responses equally: at gamma < 1, where a response below the mean gains by ending
-    late and one above it by ending early; and if fixed rewards replace some scores (a penalty for
-    a missing end, 0 for a response that is left out). Without shift 0 stays 0.
-
-    With running moments either form drifts: equal scores become different rewards later in the
-    run, which the critic has to follow.
-    """
-    scores_B = scores_B.astype(jnp.float32)
-    return normalize_by_moments(scores_B, moments) if shift else scores_B / moments_std(moments)
 
 
 def last_actions(mask_BxT: Mask) -> Mask:

@@ -57,10 +57,11 @@ def test_an_option_of_another_command_is_noted_instead_of_required():
 
 
 def test_a_note_says_when_an_option_has_an_effect():
-    (note,) = validation.train_notes(tiny.config(reward__normalize_shift=False))
+    most = {"algorithm__filter_groups__max_num_gen_batches": 3}
+    (note,) = validation.train_notes(tiny.config(**most))
     assert note == (
-        "config.reward.normalize_shift=False has no effect with the other options: it is read only "
-        "if `reward.normalize` is running"
+        "config.algorithm.filter_groups.max_num_gen_batches=3 has no effect with the other "
+        "options: it is read only if `algorithm.filter_groups.enable` is on"
     )
-    normalized = tiny.config(reward__normalize="running", reward__normalize_shift=False)
-    assert "normalize_shift" not in " ".join(validation.train_notes(normalized))
+    filtered = tiny.config(algorithm__filter_groups__enable=True, rollout__n=2, **most)
+    assert "max_num_gen_batches" not in " ".join(validation.train_notes(filtered))

@@ -16,7 +16,6 @@ def test_what_may_not_be_meant_is_noted():
                 rollout__top_p=0.9,
                 algorithm__use_kl_in_reward=True,
                 algorithm__kl_penalty="abs",
-                reward__normalize_shift=False,
             )
         )
     )
@@ -25,7 +24,6 @@ def test_what_may_not_be_meant_is_noted():
         "actor.policy_loss='gspo'",
         "top_p",
         "algorithm.kl_penalty='abs'",
-        "normalize_shift=False",
     ):
         assert f"{name}" in noted, name
     assert "critic_lam" not in noted

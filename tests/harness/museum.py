@@ -1440,7 +1440,7 @@ MOMENTS_AND_SHAPING = [
     Exhibit(
         name="equal_rewards_are_divided_by_almost_zero",
         source="baselines#266: first rewards divided by a deviation near 0",
-        test="tests/ppo/test_reward_shaping.py::test_without_spread_scores_stay_what_they_are",
+        test=f"{TEST_MASKED}::test_no_spread_divides_by_1",
         where="moments_std",
         old="jnp.where(spread, jnp.sqrt(variance + EPSILON), 1.0)",
         new="jnp.sqrt(variance + EPSILON)",

@@ -112,17 +112,17 @@ def test_penalties_come_after_normalisation_and_clip():
 
 def test_running_moments_go_on_and_those_of_an_evaluation_do_not():
     for kind, mean, count in (("running", 4.0, 4), ("none", 2.0, 2)):
-        config = tiny.config(reward__normalize=kind, reward__normalize_shift=False, **RAW)
+        config = tiny.config(reward__normalize=kind, **RAW)
         before = moments.update_moments(moments.empty_moments(), jnp.array([1.0, 3.0]), jnp.ones(2))
         experience, _ = estimate(
             config, [5.0, 7.0], [1, 1], control=Control(jnp.float32(0), {"rewards": before})
         )
         after = experience.control.moments["rewards"]
         assert (float(after.mean), float(after.count)) == (mean, count)
+        # The deviation of 1, 3, 5 and 7 is sqrt(5), that of 1 and 3 alone is 1.
         deviation = np.sqrt(5.0) if kind == "running" else 1.0
-        np.testing.assert_allclose(
-            valid_entries(experience.returns, [1, 1]), [[5 / deviation], [7 / deviation]], rtol=1e-6
-        )
+        scores = [[(5 - mean) / deviation], [(7 - mean) / deviation]]
+        np.testing.assert_allclose(valid_entries(experience.returns, [1, 1]), scores, rtol=1e-6)
 
 
 def test_only_a_truncated_response_is_bootstrapped():
