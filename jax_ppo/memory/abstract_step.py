@@ -18,7 +18,7 @@ from jax_ppo.memory.decoding_slots import (
 from jax_ppo.memory.memory_check import LeastMemory, PPOMemory
 from jax_ppo.models.deberta_encoder import Deberta
 from jax_ppo.ppo.advantages import figures_read
-from jax_ppo.ppo.mini_batches import RolloutPacking, make_packer
+from jax_ppo.ppo.mini_batches import RolloutPacker, RolloutPacking
 from jax_ppo.ppo.rewarding import RuleScorer
 from jax_ppo.ppo.samples.source import BATCHES_IN_POOL
 from jax_ppo.ppo.step_parts import StepOptions, StepParts, make_engine, sampling_options
@@ -142,7 +142,7 @@ def build_abstract_step(config: Config, mesh: Mesh, limit: float | None = None) 
     state = StateBuilder(config, nets, mesh).shapes()
     sampled_params = policy_params(nets, state)
     reads_rollout = not isinstance(nets.reward, Deberta)  # an encoder reads its own tokens
-    packer = make_packer(config, mesh, has_critic=nets.critic is not None)
+    packer = RolloutPacker(config, mesh, has_critic=nets.critic is not None)
     count = data.train_batch_size
     samples = count * config.responses_per_prompt
     training = _longest_examples(data, config.learns_from_files)

@@ -39,15 +39,35 @@ class Partition:
 class RolloutPacker:
     """Chooses how rollouts are packed. All processes make the same packing."""
 
+    config: Config
     mesh: Mesh  # the mesh that packings are placed on
-    seed: int  # seed of the shuffling
-    prompts_per_step: int  # prompts of a rollout
-    row_length: int  # L, tokens of a packed row
-    packed: bool  # False gives each sample a separate row
-    forward_rows_per_device: int | None  # packed rows of a forward pass; `None` chooses
-    partitions: dict[str, Partition]  # of the actor and of a separate critic
-    # Whether forward passes read the actor's first epoch, in the micro-batches of its update.
-    reads_as_updated: bool = False
+    has_critic: bool  # whether there is a separate critic
+
+    @functools.cached_property
+    def row_length(self) -> int:
+        """Return L, the tokens of a packed row."""
+        config = self.config
+        return packed_row_length(
+            config.packing, config.model.attention, config.sequence_length, config.mesh.context
+        )
+
+    @functools.cached_property
+    def partitions(self) -> dict[str, Partition]:
+        """Return how the actor and a separate critic divide a rollout, by role."""
+        actor, critic = self.config.actor, self.config.critic
+        of_actor = Partition(
+            epochs=actor.ppo_epochs,
+            prompts_per_mini_batch=actor.ppo_mini_batch_size,
+            rows_per_device=actor.ppo_micro_batch_size_per_device,
+        )
+        if not self.has_critic:
+            return {"actor": of_actor}
+        of_critic = Partition(
+            epochs=critic.ppo_epochs or of_actor.epochs,
+            prompts_per_mini_batch=critic.ppo_mini_batch_size or of_actor.prompts_per_mini_batch,
+            rows_per_device=critic.ppo_micro_batch_size_per_device or of_actor.rows_per_device,
+        )
+        return {"actor": of_actor, "critic": of_critic}
 
     def pack(self, step: int, lengths: np.ndarray) -> RolloutPacking:
         """Pack a rollout for forward passes and shuffled mini-batches; `lengths` int [B]."""
@@ -55,8 +75,9 @@ class RolloutPacker:
         divide = functools.cache(lambda x: self._mini_batches(step, lengths, x))
         divided = {role: divide(partition) for role, partition in self.partitions.items()}
         _, places, rows = divided["actor"]
+        is_exact = self.config.rollout.exact
         return RolloutPacking(
-            forward=self._first_epoch(rows) if self.reads_as_updated else self.pack_rows(lengths),
+            forward=self._first_epoch(rows) if is_exact else self.pack_rows(lengths),
             mini_batches={role: batches for role, (batches, _, _) in divided.items()},
             padding=1 - int((rows.sample >= 0).sum()) / places,
             lengths=lengths,
@@ -66,7 +87,10 @@ class RolloutPacker:
         """Pack all samples of a rollout for the passes that only read."""
         # There are no mini-batches here: one group of all samples, whose axis is dropped again.
         one_group = np.arange(len(lengths))[None]
-        packed, counts = self._pack(lengths, one_group, self.forward_rows_per_device)
+        per_device = self.config.rollout.logprob_micro_batch_size_per_device
+        packed, counts = self._pack(
+            lengths, one_group, per_device or self.config.actor.ppo_micro_batch_size_per_device
+        )
         rows = jax.tree.map(lambda x: x[0], packed)
         return placement.place(rows, sharding.rows(self.mesh, axis=1)), self._replicate(counts[0])
 
@@ -92,13 +116,13 @@ class RolloutPacker:
         the rows on the host.
         """
         samples = len(lengths)
-        mini_batches_per_epoch = self.prompts_per_step // partition.prompts_per_mini_batch
+        mini_batches = self.config.data.train_batch_size // partition.prompts_per_mini_batch
         # Seeded by run, step and epoch: a resumed run shuffles as an uninterrupted one.
         groups = np.concatenate(
             [
-                np.random.default_rng([self.seed, step, epoch])
+                np.random.default_rng([self.config.seed, step, epoch])
                 .permutation(samples)
-                .reshape(mini_batches_per_epoch, -1)
+                .reshape(mini_batches, -1)
                 for epoch in range(partition.epochs)
             ]
         )
@@ -107,12 +131,12 @@ class RolloutPacker:
         packed, counts = self._pack(lengths, groups, partition.rows_per_device)
         # Micro-batches run one after the other, so devices split the rows (axis 2) of each.
         rows, length = packed.sample.shape[2:]
-        mini_batches = MiniBatches(
+        batches = MiniBatches(
             packing=placement.place(packed, sharding.rows(self.mesh, axis=2)),
             counts=self._replicate(counts),
             members=self._replicate(members),
         )
-        return mini_batches, int(counts.sum()) * rows * length, packed
+        return batches, int(counts.sum()) * rows * length, packed
 
     def _pack(
         self, lengths: np.ndarray, groups: np.ndarray, rows_per_device: int | None
@@ -128,44 +152,12 @@ class RolloutPacker:
             meshes.needs_large_micro_batches(self.mesh),
         )
         packed, counts = packing.pack_samples(
-            lengths, groups, rows_at_once, self.row_length, self.packed
+            lengths, groups, rows_at_once, self.row_length, self.config.packing.enabled
         )
         return packing.split_columns(packed, shards, parts), counts
 
     def _replicate(self, array: np.ndarray) -> jax.Array:
         return placement.place(array, sharding.replicated(self.mesh))
-
-
-def make_packer(config: Config, mesh: Mesh, has_critic: bool) -> RolloutPacker:
-    """Return the packer that the options describe, the critic's only if it is a separate one."""
-    actor = Partition(
-        epochs=config.actor.ppo_epochs,
-        prompts_per_mini_batch=config.actor.ppo_mini_batch_size,
-        rows_per_device=config.actor.ppo_micro_batch_size_per_device,
-    )
-    partitions = {"actor": actor}
-    if has_critic:
-        critic = config.critic
-        partitions["critic"] = Partition(
-            epochs=critic.ppo_epochs or actor.epochs,
-            prompts_per_mini_batch=critic.ppo_mini_batch_size or actor.prompts_per_mini_batch,
-            rows_per_device=critic.ppo_micro_batch_size_per_device or actor.rows_per_device,
-        )
-    row_length = packed_row_length(
-        config.packing, config.model.attention, config.sequence_length, config.mesh.context
-    )
-    return RolloutPacker(
-        mesh=mesh,
-        seed=config.seed,
-        prompts_per_step=config.data.train_batch_size,
-        row_length=row_length,
-        reads_as_updated=config.rollout.exact,
-        packed=config.packing.enabled,
-        forward_rows_per_device=(
-            config.rollout.logprob_micro_batch_size_per_device or actor.rows_per_device
-        ),
-        partitions=partitions,
-    )
 
 
 def sample_lengths(batch: PromptBatch, rollout: Rollout) -> np.ndarray:

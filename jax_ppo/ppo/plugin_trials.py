@@ -18,6 +18,7 @@ from jax_ppo.ppo.reward_shaping import KLFunction, get_kl_estimator
 
 # Sizes of a trial, no multiples: a sum over the wrong axis has another shape.
 _SAMPLES, _TOKENS = 2, 5
+_ARRAY = jax.ShapeDtypeStruct((_SAMPLES, _TOKENS), jnp.float32)
 _LIBRARIES = (f"{Path(jax.__file__).parent}/", f"{Path(__file__).parents[1]}/")
 
 
@@ -44,7 +45,7 @@ def try_plugins(algorithm: Algorithm, actor: Actor, n: int, has_figures: bool = 
             def total_kl(log_ratios: jax.Array, function: KLFunction = kl_estimator) -> jax.Array:
                 return jnp.sum(function(log_ratios))
 
-            _try(option, name, jax.grad(total_kl), _tokens())
+            _try(option, name, jax.grad(total_kl), _ARRAY)
 
 
 @functools.cache
@@ -67,7 +68,7 @@ def policy_loss_metrics(options: Actor) -> tuple[str, ...]:
         names = tuple(metrics)
         return jnp.sum(policy.loss)
 
-    _try("actor.policy_loss", options.policy_loss, jax.grad(total_loss), _tokens(), _tokens())
+    _try("actor.policy_loss", options.policy_loss, jax.grad(total_loss), _ARRAY, _ARRAY)
     built_in = {*METRICS, *(f"actor/{name}" for name in OTHER_ACTOR_METRICS)}
     names = tuple(f"actor/{name}" for name in names)
     taken = [name for name in names if name in built_in]
@@ -77,10 +78,6 @@ def policy_loss_metrics(options: Actor) -> tuple[str, ...]:
             "name of a built-in one; choose another"
         )
     return names
-
-
-def _tokens() -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((_SAMPLES, _TOKENS), jnp.float32)
 
 
 def _try(option: str, name: str, call: Callable[..., Any], *shapes: jax.ShapeDtypeStruct) -> None:
@@ -103,13 +100,9 @@ def _try(option: str, name: str, call: Callable[..., Any], *shapes: jax.ShapeDty
             if not frame.filename.startswith((*_LIBRARIES, "<"))
         ]
         place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+        described = ", ".join(f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in shapes)
         reason = shorten(str(error).partition("\n")[0], 200)
         raise UserError(
-            f"config.{option}={name!r}: failed on arrays of {_describe(shapes)}: "
+            f"config.{option}={name!r}: failed on arrays of {described}: "
             f"{type(error).__name__}: {reason}{place}{hint}"
         ) from error
-
-
-def _describe(tree: Any) -> str:
-    """Return the types of a tree's arrays, such as "float32[2,4], int32[2]"."""
-    return ", ".join(f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in jax.tree.leaves(tree))

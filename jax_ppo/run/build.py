@@ -22,7 +22,7 @@ from jax_ppo.memory.decoding_slots import count_decoding_slots
 from jax_ppo.memory.memory_check import PPOMemory, validate_memory
 from jax_ppo.ppo import plugin_trials
 from jax_ppo.ppo.advantages import figures_read
-from jax_ppo.ppo.mini_batches import make_packer
+from jax_ppo.ppo.mini_batches import RolloutPacker
 from jax_ppo.ppo.rewarding import RuleScorer
 from jax_ppo.ppo.step_parts import StepOptions, make_engine, make_stop_search, sampling_options
 from jax_ppo.registries import ROLLOUT_ENGINES
@@ -124,7 +124,7 @@ def build_run(
         reads_rollout=models.reward_inputs is None,
         held_out_sampling=held_out_sampling,
         sample_keys=SampleKeys(config.seed, mesh),
-        packer=make_packer(config, mesh, has_critic=models.nets.critic is not None),
+        packer=RolloutPacker(config, mesh, has_critic=models.nets.critic is not None),
         rules=RuleScorer(
             mesh=mesh,
             tokenizer=models.tokenizer,

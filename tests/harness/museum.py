@@ -1155,7 +1155,7 @@ UPDATES = [
         source="tunix: a mini-batch's epochs follow each other; lm-human-preference-details",
         test=f"{TEST_PARTS}::test_every_epoch_of_every_step_cuts_the_whole_rollout_anew",
         where="RolloutPacker._mini_batches",
-        old="[self.seed, step, epoch]",
+        old="[self.config.seed, step, epoch]",
         new="[self.seed]",
     ),
     Exhibit(

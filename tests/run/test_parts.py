@@ -20,7 +20,7 @@ from jax_ppo.types import NOTHING, Example, Prompts
 
 def make_packer(config, mesh=None):
     has_critic = tiny.networks(config).critic is not None
-    return mini_batches.make_packer(config, mesh or tiny.make_mesh(), has_critic)
+    return mini_batches.RolloutPacker(config, mesh or tiny.make_mesh(), has_critic)
 
 
 def mini_batch_members(config, step):

@@ -211,7 +211,6 @@ def _continue_pool(
 def _fill(
     parts: StepParts, pool: ResponsePool | None, batches: PromptBatches, step: int
 ) -> ResponsePool:
-    """Return the pool with new prompts in its empty places."""
     count = parts.config.data.train_batch_size
     places = np.arange(BATCHES_IN_POOL * count)
     empty = (places if pool is None else np.flatnonzero(pool.batches < 0)).reshape(-1, count)
@@ -231,7 +230,6 @@ def _fill(
 
 
 def _begin(parts: StepParts, batch: PromptBatch, number: int) -> ResponsePool:
-    """Return a batch of prompts without a token of a response, on the mesh."""
     n = parts.config.rollout.n
     layout = sharding.batch_rows(parts.mesh, len(batch.indices) * n)
     # One width for all batches: the pool's shapes never change.
@@ -258,7 +256,6 @@ def _begin(parts: StepParts, batch: PromptBatch, number: int) -> ResponsePool:
 def _begin_on_mesh(
     prompts: Prompts, key: jax.Array, longest: int, layout: NamedSharding
 ) -> tuple[Rollout, DrawStates]:
-    """Return responses without a token, and the states before their first draws."""
     draws = begin_draws(sample_keys(key, jnp.arange(len(prompts.lengths))))
     begun = begin_responses(prompts, longest), draws
     return jax.lax.with_sharding_constraint(begun, layout)
@@ -268,12 +265,10 @@ _has_ended = CompiledProgram(has_ended)
 
 
 def _pool_rows(rollout: Rollout, draws: DrawStates) -> dict[str, Any]:
-    """Return what a checkpoint holds of the samples of a pool."""
     return {"rollout": rollout_arrays(rollout), "draws": draws._asdict()}
 
 
 def _row_shapes(tree: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the samples' rows in a checkpoint's tree, by name."""
     shapes = {
         jax.tree_util.keystr(path, simple=True, separator="."): tuple(x.shape[1:])
         for path, x in jax.tree_util.tree_leaves_with_path(tree)

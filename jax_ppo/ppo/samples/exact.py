@@ -89,7 +89,7 @@ def _draw_again(
     """Return the rollout with new log-probs, and what `replace_tokens` returns for it."""
     layout = sharding.batch_rows(parts.mesh, len(rollout.lengths))
     sequences = join_sequences(rollout, parts.config.sequence_length)
-    keys = _draw_keys(len(rollout.lengths), key, layout)
+    draws = _begin_draws(len(rollout.lengths), key, layout)
     options = dataclasses.replace(
         parts.step_options.forward,
         old_logprobs=True,
@@ -99,28 +99,17 @@ def _draw_again(
         shared_trunk=False,
         sampling=parts.sampling,
     )
-    outputs = forward_part_exactly(options, parts.nets, "policy", state, sequences, packed, keys)
+    outputs = forward_part_exactly(
+        options, parts.nets, "policy", state, sequences, packed, draws.keys
+    )
     rollout = dataclasses.replace(rollout, logprobs=outputs.old_logprobs)
-    return rollout, *_replace_tokens(parts.sampling, rollout, outputs.drawn, key, layout)
+    return rollout, *replace_tokens(parts.sampling, rollout, outputs.drawn, draws, layout)
 
 
 @program(static_argnames=("count", "layout"))
-def _draw_keys(count: int, key: jax.Array, layout: NamedSharding) -> jax.Array:
-    keys = jax.random.key_data(sample_keys(key, jnp.arange(count)))
-    return jax.lax.with_sharding_constraint(keys, layout)
-
-
-@program(static_argnames=("options", "layout"))
-def _replace_tokens(
-    options: SamplingOptions,
-    rollout: Rollout,
-    tokens: jax.Array,
-    key: jax.Array,
-    layout: NamedSharding,
-) -> tuple[Rollout, DrawStates, jax.Array]:
-    begun = begin_draws(sample_keys(key, jnp.arange(len(rollout.responses))))
-    replaced, draws, changed = replace_tokens(options, rollout, tokens, begun)
-    return *jax.lax.with_sharding_constraint((replaced, draws), layout), changed
+def _begin_draws(count: int, key: jax.Array, layout: NamedSharding) -> DrawStates:
+    draws = begin_draws(sample_keys(key, jnp.arange(count)))
+    return jax.lax.with_sharding_constraint(draws, layout)
 
 
 def search_tokens(
@@ -138,8 +127,13 @@ def search_tokens(
     return stop_TxN.T, finishes_TxN.T
 
 
+@program(static_argnames=("options", "layout"))
 def replace_tokens(
-    options: SamplingOptions, rollout: Rollout, tokens_NxT: jax.Array, draws: DrawStates
+    options: SamplingOptions,
+    rollout: Rollout,
+    tokens_NxT: jax.Array,
+    draws: DrawStates,
+    layout: NamedSharding,
 ) -> tuple[Rollout, DrawStates, jax.Array]:
     """End each response with its first token that was drawn differently, if there is one.
 
@@ -162,4 +156,7 @@ def replace_tokens(
     )
     next_Nx1 = jnp.minimum(lengths_N, T - 1)[:, None]
     stop_N = jnp.take_along_axis(stop_NxT, next_Nx1, axis=1)[:, 0]
-    return replaced, DrawStates(draws.keys, stop_N), differs_N.sum()
+    results = jax.lax.with_sharding_constraint(
+        (replaced, draws._replace(stop_states=stop_N)), layout
+    )
+    return *results, differs_N.sum()

@@ -84,19 +84,13 @@ class BesideUpdateSource(OneStepAheadSource):
     def take(self, state: TrainState, step: int, observer: StepObserver) -> SampledBatch:
         """Return what the step before has begun, and begin the next samples at once."""
         sampled = super().take(state, step, observer)
-        if step + 1 < self._parts.total_steps:
-            with observer.phase("rollout"):
-                jax.block_until_ready(sampled.rollout.lengths)
-            self._begin_beside(state, step, observer)
-        return sampled
-
-    def begin_next(self, state: TrainState, step: int, observer: StepObserver) -> None:
-        """Do nothing: the devices that decode have begun already."""
-
-    def _begin_beside(self, state: TrainState, step: int, observer: StepObserver) -> None:
-        """Start sampling what `sample_batch` would with the same state."""
         parts, engine = self._parts, self._parts.engine
+        if step + 1 >= parts.total_steps:
+            return sampled
         assert isinstance(engine, SeparateEngine), "the options say so"
+        with observer.phase("rollout"):
+            jax.block_until_ready(sampled.rollout.lengths)
+        # As `sample_batch` would with the same state.
         batch = next(self._batches)
         position = self._batches.position
         prompts = parts.place_prompts(batch.prompts)
@@ -113,3 +107,7 @@ class BesideUpdateSource(OneStepAheadSource):
             return SampledBatch(batch, rollout, position, weights_step=step)
 
         self._await_left = engine.decode_ahead(sample).result
+        return sampled
+
+    def begin_next(self, state: TrainState, step: int, observer: StepObserver) -> None:
+        """Do nothing: the devices that decode have begun already."""

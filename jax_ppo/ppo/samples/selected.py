@@ -160,7 +160,6 @@ def _select_responses(
 
 
 def _choose(mesh: Mesh, pools: tuple[Selected, ...], groups: np.ndarray) -> Selected:
-    """Return the groups with these indices, counted through all pools."""
     rows = rows_of_groups(groups, len(pools[0].addresses) // len(groups))
     return Selected(
         arrays=take_on_mesh(mesh, tuple(x.arrays for x in pools), rows),

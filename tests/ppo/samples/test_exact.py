@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import types
 
@@ -15,7 +14,7 @@ import tiny
 from jax_ppo.models.attention import attend_block_of_queries
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import forward_passes
-from jax_ppo.ppo.mini_batches import Partition, RolloutPacker, make_packer
+from jax_ppo.ppo.mini_batches import RolloutPacker
 from jax_ppo.ppo.samples import exact
 from jax_ppo.ppo.samples.exact import replace_tokens
 from jax_ppo.ppo.samples.source import SampledBatch
@@ -84,9 +83,8 @@ def test_a_response_ends_with_the_first_token_that_is_drawn_otherwise():
     )
     drawn = np.array([[5, 6, 1, 0], [5, 3, 2, 8], [5, 1, 7, 8], [9, 0, 0, 0]], np.int32)
     draws = begin_draws(jax.random.split(jax.random.key(0), 4))
-    replaced, _, changed = jax.jit(functools.partial(replace_tokens, options))(
-        rollout, drawn, draws
-    )
+    layout = sharding.replicated(tiny.make_mesh())
+    replaced, _, changed = replace_tokens(options, rollout, drawn, draws, layout)
     assert changed == 3
     expected = [[5, 6, 1, 0], [5, 3, 0, 0], [5, 1, 0, 0], [9, 0, 0, 0]]
     np.testing.assert_array_equal(replaced.responses, expected)
@@ -96,16 +94,15 @@ def test_a_response_ends_with_the_first_token_that_is_drawn_otherwise():
 
 
 def test_forward_passes_read_the_micro_batches_of_the_first_epoch():
-    packer = RolloutPacker(
-        mesh=tiny.make_mesh(),
-        seed=0,
-        prompts_per_step=8,
-        row_length=16,
-        packed=True,
-        forward_rows_per_device=None,
-        partitions={"actor": Partition(epochs=2, prompts_per_mini_batch=4, rows_per_device=1)},
-        reads_as_updated=True,
+    config = tiny.config(
+        rollout__exact=True,
+        rollout__reuse_logprobs="auto",
+        packing__row_length=18,
+        actor__ppo_epochs=2,
+        actor__ppo_mini_batch_size=4,
+        actor__ppo_micro_batch_size_per_device=1,
     )
+    packer = RolloutPacker(config, tiny.make_mesh(), has_critic=False)
     packed = packer.pack(0, np.array([8, 16, 4, 8, 12, 4, 6, 10]))
     packed = jax.tree.map(np.asarray, vars(packed))
     rows, count = packed["forward"]
@@ -139,7 +136,7 @@ class Step:
         self.state = tiny.make_state(self.config, self.mesh)
         self.step_options = StepOptions(self.config)
         self.sampling = SamplingOptions(tiny.T, 1.0, n=2, eos_ids=(1,), slots=6)
-        self.packer = make_packer(self.config, self.mesh, has_critic=False)
+        self.packer = RolloutPacker(self.config, self.mesh, has_critic=False)
         self.sample_keys = SampleKeys(0, self.mesh)
         self.engine = BuiltInEngine(self.mesh, self.nets.actor, self.state.actor)
 
