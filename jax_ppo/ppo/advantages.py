@@ -59,20 +59,25 @@ def estimate_advantages(
     """Return advantages and returns, the moments of returns with this step's, and metrics."""
     if options.has_critic:
         values, final_values = critic_values(options, sequences, outputs, return_moments)
-        raw = generalized_advantages(options.algorithm, token_rewards, values, final_values, masks)
-        assert raw.returns is not None
-        metrics = critic_metrics(values, raw.returns, learned_values(masks))
+        estimates = generalized_advantages(
+            options.algorithm, token_rewards, values, final_values, masks
+        )
+        assert estimates.returns is not None
+        metrics = critic_metrics(values, estimates.returns, learned_values(masks))
     else:
         advantages, metrics = critic_free_advantages(
             options.algorithm, options.responses_per_prompt, token_rewards, masks.actions, figures
         )
-        raw = Estimates(advantages, returns=None)
+        estimates = Estimates(advantages, returns=None)
     metrics |= {
-        "advantages/mean": masked_mean(raw.advantages, masks.loss),
-        "advantages/std": jnp.sqrt(masked_variance(raw.advantages, masks.loss)),
+        "advantages/mean": masked_mean(estimates.advantages, masks.loss),
+        "advantages/std": jnp.sqrt(masked_variance(estimates.advantages, masks.loss)),
     }
-    # Raw advantages have given the critic's targets; only now are they whitened.
-    estimates = whiten_advantages(options, raw, masks)
+    if options.whitens_advantages:
+        # Over the whole rollout, and only now: raw advantages have given the critic's targets.
+        estimates = estimates._replace(
+            advantages=whiten(estimates.advantages, masks.loss, size=estimates.size)
+        )
     return *normalize_returns(options, estimates, masks, return_moments), metrics
 
 
@@ -249,14 +254,6 @@ def critic_free_advantages(
     advantages = jax.lax.stop_gradient(jnp.asarray(per_token, jnp.float32))
     scalars = {f"advantages/{key}": jnp.float32(value) for key, value in metrics.items()}
     return jnp.where(actions, advantages, 0.0), scalars
-
-
-def whiten_advantages(options: ExperienceOptions, estimates: Estimates, masks: Masks) -> Estimates:
-    """Whiten advantages over the tokens of the whole rollout that count, if configured."""
-    if not options.whitens_advantages:
-        return estimates
-    whitened = whiten(estimates.advantages, masks.loss, size=estimates.size)
-    return estimates._replace(advantages=whitened)
 
 
 def normalize_returns(

@@ -185,9 +185,7 @@ class _RewardShapes(RuleScorer):
             scores=shape(),
             steps=shape(length) if self.options.process_rewards else rollout.turn_rewards,
             correct=shape(),
-            failures=0,
             scored=samples,
-            extra={},
             figures={name: shape() for name in self.figures},
         )
 

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -30,6 +30,18 @@ from jax_ppo.types import Example, PackedRows, Sequences
 log = logging.getLogger(__name__)
 
 ModelInputs = tuple[Sequences, PackedRows]  # arguments of `reward_model_scores`
+
+
+class LocalResponses(NamedTuple):
+    """The responses of this process, b of all B."""
+
+    indices: np.ndarray  # int [b], their rows among all samples
+    examples: list[Example]  # the example of each response
+    tokens: list[np.ndarray]  # int [length] each
+    texts: list[str]  # the decoded responses
+    # What the policy wrote of these, which rules read; a reward model reads the whole texts.
+    policy_texts: list[str]
+    thoughts: list[str]  # the marks of thoughts that their prompts have opened, "" without one
 
 
 def load_reward_tokenizer(
@@ -121,7 +133,6 @@ def make_reward_inputs(
 def _make_reader(
     options: Reward, net: Transformer | Deberta, tokenizer: Any, prompts_are_chats: bool
 ) -> model_inputs.RewardInputEncoder:
-    """Return what turns prompts and responses into the reward model's tokens."""
     is_encoder, architecture = isinstance(net, Deberta), net.architecture
     form = options.model_input  # the form says how prompt and response are joined
     if form == "auto":
@@ -169,30 +180,23 @@ class RewardInputs:
     _warned: bool = False
 
     def __call__(
-        self,
-        *,
-        examples: SequenceOf[Example],
-        last_tokens: SequenceOf[int],
-        responses: SequenceOf[np.ndarray],
-        texts: SequenceOf[str],
-        indices: np.ndarray,
-        total: int,
+        self, responses: LocalResponses, last_tokens: SequenceOf[int], total: int
     ) -> tuple[ModelInputs, list[bool]]:
-        """Tokenize and pack the responses of this process, `indices` of all B = `total`.
+        """Tokenize and pack the responses of this process, of all B = `total`.
 
-        `last_tokens` are their prompts' last ones, by the actor's tokenizer, `responses` the
-        actor's tokens, int [length] each, and `texts` the decoded responses. Return the model's
+        `last_tokens` are their prompts' last ones, by the actor's tokenizer. Return the model's
         input, on the mesh, and for each response whether its input was too long.
         """
+        texts = responses.texts
         # Text follows the prompt directly, so white space at the seam must survive decoding.
         if self.reader.form == "text":
             texts = [
                 tokenizer_lib.decode_continuation(
                     self.actor_tokenizer, int(last), response.tolist()
                 )
-                for last, response in zip(last_tokens, responses, strict=True)
+                for last, response in zip(last_tokens, responses.tokens, strict=True)
             ]
-        ids, was_cut = self.reader.encode([example.prompt for example in examples], texts)
+        ids, was_cut = self.reader.encode([example.prompt for example in responses.examples], texts)
         if any(was_cut) and not self._warned:
             self._warned = True
             log.warning(
@@ -203,7 +207,7 @@ class RewardInputs:
                 len(ids),
                 self.reader.max_length,
             )
-        return self._pack(ids, indices, total), was_cut
+        return self._pack(ids, responses.indices, total), was_cut
 
     def _pack(self, ids: list[list[int]], indices: np.ndarray, total: int) -> ModelInputs:
         mesh = self.mesh

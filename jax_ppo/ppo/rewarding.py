@@ -5,7 +5,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ from jax_ppo.data.tokenizer import decode_texts
 from jax_ppo.environments.host import HostEnvironment
 from jax_ppo.errors import UserError
 from jax_ppo.ppo import forward_passes
-from jax_ppo.ppo.reward_inputs import ModelInputs, RewardInputs
+from jax_ppo.ppo.reward_inputs import LocalResponses, ModelInputs, RewardInputs
 from jax_ppo.rewards.batch import ScoredBatch, describe_misses, score_batch, scored_misses
 from jax_ppo.rewards.custom import BatchFunction, assign_step_rewards
 from jax_ppo.rewards.reward_functions import is_by_rules
@@ -30,22 +30,22 @@ from jax_ppo.runtime import distributed, placement, sharding, signals
 from jax_ppo.runtime.compiled_programs import program
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.state import TrainState
-from jax_ppo.types import NOTHING, Example, Rollout, with_nan
+from jax_ppo.types import NOTHING, Rollout, with_nan
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RuleRewards:
     """Rewards of a rollout by rules; arrays on the mesh."""
 
     scores: jax.Array  # float32 [B]
     # float32 [B, T], within the responses, by `reward.process_rewards` or an environment.
-    steps: jax.Array | None
+    steps: jax.Array | None = None
     correct: jax.Array  # float32 [B], 1 or 0; `NOTHING` if the rules do not define correctness
-    failures: int  # number of samples whose rule failed, without those that fill up the batch
+    failures: int = 0  # samples whose rule failed, without those that fill up the batch
     scored: int  # number of samples, without these; more than B if the batch was selected from them
     # Metrics of rules and environment, means over the samples that have them; and how many inputs
     # were too long for the reward model.
-    extra: dict[str, float]
+    extra: dict[str, float] = dataclasses.field(default_factory=dict)
     # The first sample of this process whose rule failed and why; "" if none did.
     first_failure: str = ""
     # The input of a reward model with another tokenizer, as `reward_model_scores` takes it; `None`
@@ -68,22 +68,8 @@ def given_rewards(
         scores=placement.place(dataset.rewards(batch), rows),
         steps=rollout.turn_rewards,
         correct=placement.place(np.full(total, NOTHING, np.float32), rows),
-        failures=0,
         scored=total,
-        extra={},
     )
-
-
-class LocalResponses(NamedTuple):
-    """The responses of this process, b of all B."""
-
-    indices: np.ndarray  # int [b], their rows among all samples
-    examples: list[Example]  # the example of each response
-    tokens: list[np.ndarray]  # int [length] each
-    texts: list[str]  # the decoded responses
-    # What the policy wrote of these, which rules read; a reward model reads the whole texts.
-    policy_texts: list[str]
-    thoughts: list[str]  # the marks of thoughts that their prompts have opened, "" without one
 
 
 def policy_text(
@@ -149,13 +135,9 @@ class RuleScorer:
         if self.reward_inputs:
             prompts = batch.prompts
             prompt_rows = responses.indices // (total // len(batch.examples))
+            last_tokens = prompts.tokens[prompt_rows, prompts.lengths[prompt_rows] - 1]
             model_inputs, per_sample["model_inputs_cut"] = self.reward_inputs(
-                examples=responses.examples,
-                last_tokens=prompts.tokens[prompt_rows, prompts.lengths[prompt_rows] - 1],
-                responses=responses.tokens,
-                texts=responses.texts,
-                indices=responses.indices,
-                total=total,
+                responses, last_tokens, total
             )
         # An exchange between processes: every process must reach this line.
         failures, extra = _describe_rollout(self.mesh, responses.indices, per_sample, total, real)
@@ -308,12 +290,24 @@ def _add_weighted(scores_B: jax.Array, model_scores_B: jax.Array, weight: float)
 def _describe_rollout(
     mesh: Mesh, indices: np.ndarray, per_sample: Mapping[str, ArrayLike], total: int, real: int
 ) -> tuple[int, dict[str, float]]:
-    """Return how many of the `real` samples failed, and the figures in `RuleRewards.extra`."""
-    everywhere = gather_samples(mesh, indices, per_sample, total)
-    extra = {}
-    for name, values in everywhere.items():
-        if name.startswith(("reward/", "environment/")):
-            extra[name] = mean_of_known(values)
+    """Return how many of the `real` samples failed, and the figures in `RuleRewards.extra`.
+
+    `per_sample` has arrays [b] by name, of the rows `indices` of B = `total`. Processes may have
+    different names.
+    """
+    # Arrays can only be exchanged once all processes agree on their columns.
+    names = sorted(set().union(*distributed.allgather_json(sorted(per_sample))))
+    # NaN marks what a sample does not report, here and in the means of these columns.
+    missing = np.full(len(indices), np.nan)
+    columns = [per_sample.get(name, missing) for name in names]
+    local = np.stack(columns, axis=1, dtype=np.float32)
+    columns_B = placement.all_rows(mesh, indices, local, total).T
+    everywhere = dict(zip(names, columns_B, strict=True))
+    extra = {
+        name: mean_of_known(values)
+        for name, values in everywhere.items()
+        if name.startswith(("reward/", "environment/"))
+    }
     if "model_inputs_cut" in everywhere:
         extra["reward/model_inputs_cut"] = int(everywhere["model_inputs_cut"].sum())
     return int(everywhere["failed"][:real].sum()), extra
@@ -323,21 +317,3 @@ def mean_of_known(values: np.ndarray) -> float:
     """Return the mean of the values that are not NaN; NaN if there are none."""
     # np.nanmean warns where there is nothing to average.
     return math.nan if np.isnan(values).all() else float(np.nanmean(values))
-
-
-def gather_samples(
-    mesh: Mesh, indices: np.ndarray, per_sample: Mapping[str, ArrayLike], total: int
-) -> dict[str, np.ndarray]:
-    """Return figures of all processes' samples, float32 [B] by name, NaN where one has none.
-
-    `per_sample` has arrays [b] by name, of the rows `indices` of B = `total`. Processes may have
-    different names.
-    """
-    # Arrays can only be exchanged once all processes agree on their columns.
-    names = sorted(set().union(*distributed.allgather_json(sorted(per_sample))))
-    missing = np.full(len(indices), np.nan)
-    columns = [per_sample.get(name, missing) for name in names]
-    local = np.stack(columns, axis=1, dtype=np.float32)
-    # NaN marks what a sample does not report, here and in the means of these columns.
-    everywhere = placement.all_rows(mesh, indices, local, total)
-    return dict(zip(names, everywhere.T, strict=True))

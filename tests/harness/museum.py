@@ -930,7 +930,7 @@ ADVANTAGES = [
         name="whitening_over_part_of_a_batch",
         source="tunix: whitened within each service batch; miles#3229: within each slice",
         test=f"{TEST_UPDATE}::test_score_sits_on_the_last_token_and_returns_are_raw",
-        where="whiten_advantages",
+        where="estimate_advantages",
         old="whiten(estimates.advantages, masks.loss, size=estimates.size)",
         new="jax.vmap(whiten)(estimates.advantages, masks.loss)",
     ),

@@ -89,14 +89,15 @@ def score_answers(folder, decoder, actors, mesh=None, **changes):
         encode, messages = make_reward_inputs(options, net, folder, actors, mesh=mesh)
         ids = [np.array(actors.encode(answer), np.int32) for answer in ANSWERS]
         texts = actors.batch_decode(ids, skip_special_tokens=True)
-        inputs, cut = encode(
-            examples=[Example(prompt, "x") for prompt in PROMPTS],
-            last_tokens=[actors.encode("?")[-1]] * len(ids),
-            responses=ids,
-            texts=texts,
+        responses = reward_inputs.LocalResponses(
             indices=np.arange(len(ids)),
-            total=len(ids),
+            examples=[Example(prompt, "x") for prompt in PROMPTS],
+            tokens=ids,
+            texts=texts,
+            policy_texts=texts,
+            thoughts=[""] * len(ids),
         )
+        inputs, cut = encode(responses, [actors.encode("?")[-1]] * len(ids), len(ids))
         return (
             np.asarray(
                 forward_passes.reward_model_scores(

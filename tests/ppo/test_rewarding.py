@@ -30,11 +30,9 @@ def rewards(failures):
     scores = np.zeros(4, np.float32)
     return RuleRewards(
         scores=scores,
-        steps=None,
         correct=scores,
         failures=failures,
         scored=len(scores),
-        extra={},
         first_failure="row 2 of the batch" if failures else "",
     )
 
