@@ -36,7 +36,8 @@ from jax_ppo.sampler.decode_loop import SamplingOptions, sampler_program
 from jax_ppo.training import packing
 from jax_ppo.training.control import first_control
 from jax_ppo.training.networks import Networks
-from jax_ppo.training.state import StateBuilder, TrainState, role_optimizer
+from jax_ppo.training.optimizer import make_optimizer
+from jax_ppo.training.state import StateBuilder, TrainState
 from jax_ppo.types import Experience, MiniBatches, Packing, Prompts, Sequences
 
 
@@ -318,8 +319,8 @@ class Step:
             actor = heads.init_params(self.nets.actor, key, "lm")
             critic = heads.init_params(self.nets.critic, key, "scalar")
             optimizers = {
-                "actor": role_optimizer(self.config.actor).init(actor),
-                "critic": role_optimizer(self.config.critic).init(critic),
+                "actor": make_optimizer(self.config.actor).init(actor),
+                "critic": make_optimizer(self.config.critic).init(critic),
             }
             reference = jax.tree.map(lambda x: x.astype(self.dtype), actor)
             return TrainState(

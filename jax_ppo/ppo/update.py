@@ -16,7 +16,7 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import plugin_trials
 from jax_ppo.ppo.objectives import ActorObjective, CriticObjective, UpdateOptions
 from jax_ppo.runtime.compiled_programs import ROUNDED_ALIKE, CompiledProgram, program
-from jax_ppo.training.learner import EarlyStop, Learner, Metrics
+from jax_ppo.training.learner import Learner, Metrics
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.optimizer import learning_rate, rounding_seed
 from jax_ppo.training.random_streams import Stream
@@ -42,10 +42,6 @@ class Trained:
 
     params: Params
     optimizer_state: optax.OptState
-
-
-# The arguments of `update_actor` and `update_critic`, in their order.
-UpdateArguments = tuple[UpdateSetup, Trained, TrainState, Experience, MiniBatches]
 
 
 def update_state(
@@ -85,7 +81,7 @@ def update_arguments(
     state: TrainState,
     experience: Experience,
     batches: Mapping[str, MiniBatches],
-) -> dict[str, UpdateArguments]:
+) -> dict[str, tuple[UpdateSetup, Trained, TrainState, Experience, MiniBatches]]:
     """Return the arguments of `update_actor` and `update_critic`, by the roles that are trained."""
     # A donated buffer must not occur in another argument, so the state goes without trained trees.
     fixed_state = state.without_trained()
@@ -190,7 +186,7 @@ def actor_learner(
     actor = options.actor
     early_stop = None
     if actor.target_kl is not None:
-        early_stop = EarlyStop("actor/approx_kl", limit=TARGET_KL_MARGIN * actor.target_kl)
+        early_stop = ("actor/approx_kl", TARGET_KL_MARGIN * actor.target_kl)
     return Learner(
         rounding_stream=Stream.ACTOR_ROUNDING,
         prefix="actor/",
@@ -204,8 +200,7 @@ def actor_learner(
             base=base,
             experience=experience,
         ),
-        optim=actor.optim,
-        grad_clip=actor.grad_clip,
+        options=actor,
         early_stop=early_stop,
         rounding_seed=rounding_seed(actor.optim, options.rounding_seed),
     )
@@ -226,7 +221,6 @@ def critic_learner(
             base=base,
             experience=experience,
         ),
-        optim=critic.optim,
-        grad_clip=critic.grad_clip,
+        options=critic,
         rounding_seed=rounding_seed(critic.optim, options.rounding_seed),
     )

@@ -49,7 +49,7 @@ from jax_ppo.training import packing
 from jax_ppo.training.checkpoint import Checkpointer
 from jax_ppo.training.decoders import build_decoder, describe_attention
 from jax_ppo.training.learner import Metrics
-from jax_ppo.training.networks import refuse_router_loss
+from jax_ppo.training.networks import refuse_without_experts
 from jax_ppo.training.optimizer import make_optimizer, rounding_seed
 from jax_ppo.training.progress import Progress
 from jax_ppo.training.supervised_step import (
@@ -176,7 +176,7 @@ class SupervisedTraining:
             self.task.objective.head,
             console.make_loading_reporter("model"),
         )
-        init_optimizer = make_optimizer(options.optim, options.grad_clip).init
+        init_optimizer = make_optimizer(options).init
         optimizer = jax.jit(init_optimizer, out_shardings=shardings["optimizer"])(params)
         return {"params": params, "optimizer": optimizer}
 
@@ -369,7 +369,7 @@ def build_training(config: Config, task: Task, mesh: Mesh) -> SupervisedTraining
     for note in validation.note_long_warmups(run.total_steps, 0, optims):
         console.print_on_main(f"note: {note}")
     coef = config.supervised.router_aux_loss_coef
-    refuse_router_loss("config.supervised", coef, run.model)
+    refuse_without_experts("supervised.router_aux_loss_coef", coef, 0, run.model)
     if attention := describe_attention(config.model, run.model, row_length):
         console.print_on_main(attention)
     console.print_on_main(

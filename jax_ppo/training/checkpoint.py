@@ -249,7 +249,6 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _disk_errors(self) -> Iterator[None]:
-        """Raise `UserError` in the place of Orbax's errors if the disk is full."""
         try:
             yield
         except Exception as error:

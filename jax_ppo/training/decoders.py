@@ -85,7 +85,6 @@ def describe_attention(
 def _attention_facts(
     architecture: Architecture, dtype: DTypeLike, row_length: int
 ) -> AttentionFacts:
-    """Return what decides which attention programs can run on this machine."""
     return AttentionFacts(
         platform=_platform(),
         dtype=dtype,

@@ -93,7 +93,6 @@ def target_logprobs(
 
 
 def _logit_options(model: Transformer, temperature: float) -> vocabulary_chunks.LogitOptions:
-    """Return how the products of hidden states and unembedding become logits."""
     divisor, cap = product_scaling(model.architecture, temperature)
     return vocabulary_chunks.LogitOptions(
         divisor, softcap=cap, num_ids=model.architecture.num_ids, layout=UNEMBEDDING

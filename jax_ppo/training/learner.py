@@ -2,7 +2,7 @@
 
     for each of the U mini-batches of a rollout:                      # scan_mini_batches
         weights = objective.weigh(mini-batch)                         # gradients
-        for each of its micro-batches, at most A, of packed rows:     # add_gradient
+        for each of its micro-batches, at most A, of packed rows:     # add_micro_batch
             gradients += gradients of objective.loss(params, rows, weights)
         params = params moved against the gradients                   # take_optimizer_step
 
@@ -13,7 +13,7 @@ micro-batches or over devices, so neither split changes the gradient.
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import jax
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float32
 
-from jax_ppo.config.training_options import Optim
+from jax_ppo.config.schema import Actor, Critic, Supervised
 from jax_ppo.runtime import placement
 from jax_ppo.runtime.sharding import constrain_rows, constrain_tree
 from jax_ppo.training import packing
@@ -109,23 +109,15 @@ class Objective(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class EarlyStop:
-    """No further optimizer steps on a rollout once a mini-batch's metric exceeds the limit."""
-
-    metric: str
-    limit: float
-
-
-@dataclasses.dataclass(frozen=True)
 class Learner:
     """Optimizer steps on an objective."""
 
     rounding_stream: Stream  # with `rounding_seed`, addresses the random numbers of rounding
     objective: Objective
-    optim: Optim
-    grad_clip: float  # largest global gradient norm
+    options: Actor | Critic | Supervised  # the section of what is trained
     prefix: str = ""  # begins the names of the metrics that the learner adds
-    early_stop: EarlyStop | None = None  # `None` takes all steps
+    # A metric, and the limit beyond which a mini-batch ends the steps on a rollout.
+    early_stop: tuple[str, float] | None = None
     rounding_seed: int = 0  # of the stochastic rounding of what is stored in bfloat16
 
     def scan_mini_batches(
@@ -200,9 +192,10 @@ class Learner:
         is_within: bool | jax.Array = True
         if self.early_stop is not None:
             # Measured before the step, so that a step past the limit is not taken.
-            is_within = metrics[self.early_stop.metric] <= self.early_stop.limit
+            metric, limit = self.early_stop
+            is_within = metrics[metric] <= limit
         params, optimizer_state, norm, is_finite = descend(
-            transform=make_optimizer(self.optim, self.grad_clip),
+            transform=make_optimizer(self.options),
             params=params,
             opt_state=optimizer_state,
             gradients=gradients,
@@ -229,19 +222,15 @@ class Learner:
 
         def add_micro_batch(i: jax.Array, sums: tuple[Params, Metrics]) -> tuple[Params, Metrics]:
             rows = gather_micro_batch(objective.sequences, batch.packing, i)
-            gradients, metrics = add_gradient(
-                lambda params: objective.loss(params, rows, weights),
-                params,
-                sums[0],
-                None if key is None else jax.random.fold_in(key, i),
-            )
+            gradients, metrics = jax.grad(objective.loss, has_aux=True)(params, rows, weights)
+            micro_key = None if key is None else jax.random.fold_in(key, i)
             combined = {
                 name: metric.combine(sums[1][name], metrics[name])
                 for name, metric in objective.metrics.items()
             }
-            return gradients, combined
+            return add_gradients(sums[0], gradients, micro_key), combined
 
-        zeros = zero_gradients(params, self.optim.gradient_dtype)
+        zeros = zero_gradients(params, self.options.optim.gradient_dtype)
         start = {name: jnp.float32(metric.start) for name, metric in objective.metrics.items()}
         return jax.lax.fori_loop(0, batch.counts, add_micro_batch, (zeros, start))
 
@@ -250,14 +239,3 @@ def gather_micro_batch(sequences: Sequences, packed: Packing, i: jax.Array) -> R
     """Return the rows of micro-batch i of a packing [A, R, L]."""
     # The devices split the packing, so that each gathers only a part of the rows.
     return packing.gather_rows(sequences, jax.tree.map(lambda x: constrain_rows(x[i]), packed))
-
-
-def add_gradient(
-    loss: Callable[[Params], tuple[jax.Array, Any]],
-    params: Params,
-    total: Params,
-    key: jax.Array | None,
-) -> tuple[Params, Any]:
-    """Return `total` with the gradient of `loss` added, rounded by `key`, and the loss's output."""
-    gradients, aux = jax.grad(loss, has_aux=True)(params)
-    return add_gradients(total, gradients, key), aux

@@ -70,11 +70,11 @@ class Networks(ByRole[Any]):
         """Return the models, of whose vocabulary only the first `count` ids are drawn."""
         if count >= self.actor.architecture.vocab_size:
             return self
-
-        def drop(net: Transformer) -> Transformer:
-            return net.clone(architecture=dataclasses.replace(net.architecture, num_ids=count))
-
-        decoders = {k: drop(x) for k, x in self.items() if isinstance(x, Transformer)}
+        decoders = {
+            name: net.clone(architecture=dataclasses.replace(net.architecture, num_ids=count))
+            for name, net in self.items()
+            if isinstance(net, Transformer)
+        }
         return Networks(**{**self, **decoders})
 
 
@@ -124,8 +124,9 @@ class NetworkReader:
             quantized=config.rollout.quantization == "int8",
             lora=lora,
         )
-        refuse_router_loss("config.actor", config.actor.router_aux_loss_coef, actor)
-        refuse_router_replay(config.actor.router_replay.mode, actor)
+        coef, mode = config.actor.router_aux_loss_coef, config.actor.router_replay.mode
+        refuse_without_experts("actor.router_aux_loss_coef", coef, 0, actor)
+        refuse_without_experts("actor.router_replay.mode", mode, "disabled", actor)
         return actor
 
     def validate_reference(self) -> Transformer:
@@ -165,7 +166,13 @@ class NetworkReader:
         else:
             _refuse_adapters(folder, f"config.critic.path={options.path!r}")
             if head == "reward":
-                architecture = _read_architecture_with_head(options, folder, self.needs_weights)
+                try:
+                    architecture = read_reward_architecture(folder, self.needs_weights)
+                except UserError as error:
+                    raise UserError(
+                        f"config.critic.path={options.path!r}: has no head that can be kept; "
+                        f"config.critic.keep_head=False starts with a head of zeros: {error}"
+                    ) from None
             else:
                 architecture = read_architecture(folder, self.needs_weights)
             if isinstance(architecture, DebertaArchitecture):
@@ -174,7 +181,8 @@ class NetworkReader:
                     "end from its start; a critic must be a decoder"
                 )
             critic = self._build_decoder(architecture)
-        refuse_router_loss("config.critic", options.router_aux_loss_coef, critic)
+        coef = options.router_aux_loss_coef
+        refuse_without_experts("critic.router_aux_loss_coef", coef, 0, critic)
         return critic
 
     def read_reward_model(self) -> Transformer | Deberta:
@@ -217,7 +225,6 @@ class NetworkReader:
         return build_decoder(architecture, config.model, row_length)
 
     def _with_adapters(self, role: str, option: str, head: str) -> Transformer:
-        """Return the actor's model with the adapters in a role's folder, on the same base."""
         return self.actor.clone(lora=self._read_lora(role, option, head, self.actor.architecture))
 
     def _read_lora(self, role: str, option: str, head: str, architecture: Architecture) -> Lora:
@@ -255,7 +262,6 @@ class NetworkReader:
 
 
 def _refuse_adapters(folder: Path, setting: str) -> None:
-    """Raise `UserError` for adapters where all weights are expected."""
     if holds_adapters(folder):
         raise UserError(
             f"{setting}: holds adapters; expected all weights, as in the folder `actor` that a run "
@@ -263,20 +269,11 @@ def _refuse_adapters(folder: Path, setting: str) -> None:
         )
 
 
-def refuse_router_loss(section: str, coef: float, net: Transformer) -> None:
-    """Raise `UserError` if a role without experts is to be trained on the loss of its routers."""
-    if coef and not net.architecture.num_experts:
+def refuse_without_experts(option: str, value: object, off: object, net: Transformer) -> None:
+    """Raise `UserError` if an option of routers is not `off`, but the model has no experts."""
+    if value != off and not net.architecture.num_experts:
         raise UserError(
-            f"{section}.router_aux_loss_coef={coef}: must be 0, since the model has no experts"
-        )
-
-
-def refuse_router_replay(mode: str, actor: Transformer) -> None:
-    """Raise `UserError` if the routing of an actor without experts is to be replayed."""
-    if mode != "disabled" and not actor.architecture.num_experts:
-        raise UserError(
-            f"config.actor.router_replay.mode={mode!r}: must be 'disabled', since the model has no "
-            "experts"
+            f"config.{option}={value!r}: must be {off!r}, since the model has no experts"
         )
 
 
@@ -294,22 +291,6 @@ def critic_head(options: Critic, folder: Path | None) -> str:
     if keeps_head is None:
         keeps_head = bool(options.path) and folder is not None and holds_critic(folder)
     return "reward" if keeps_head else "scalar"
-
-
-def _read_architecture_with_head(
-    options: Critic, folder: Path, needs_weights: bool
-) -> Architecture | DebertaArchitecture:
-    try:
-        return read_reward_architecture(folder, needs_weights)
-    except UserError as error:
-        if options.keep_head is None:
-            raise UserError(
-                f"config.critic.path={options.path!r}: holds a critic whose head cannot be kept; "
-                f"config.critic.keep_head=False starts with a head of zeros: {error}"
-            ) from None
-        raise UserError(
-            f"config.critic.keep_head=True: config.critic.path has no head to keep: {error}"
-        ) from None
 
 
 def existing_targets(text: str, architecture: Architecture) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jax_ppo.config.schema import Actor, Critic, Supervised
 from jax_ppo.config.training_options import Optim
 from jax_ppo.registries import LEARNING_RATE_SCHEDULES
 from jax_ppo.training.random_streams import Stream
@@ -22,12 +23,13 @@ _DROPPED_BITS = 16  # of float32 in bfloat16: sign, exponent and 7 bits of the f
 DECAYED_LEAVES = ("kernel", "embedding", "lora_a", "lora_b")  # matrices: no norms, no biases
 
 
-def make_optimizer(options: Optim, grad_clip: float) -> optax.GradientTransformation:
-    """Return AdamW after clipping by global norm, without the learning rate.
+def make_optimizer(section: Actor | Critic | Supervised) -> optax.GradientTransformation:
+    """Return a section's optimizer: AdamW after clipping by global norm, without the learning rate.
 
     Loshchilov & Hutter 2019, arXiv 1711.05101. Weight decay applies to matrices only. `descend`
     applies the rate, and stores moments that are bfloat16 by stochastic rounding.
     """
+    options = section.optim
 
     def is_matrix(params: Params) -> Params:
         return jax.tree_util.tree_map_with_path(
@@ -36,7 +38,7 @@ def make_optimizer(options: Optim, grad_clip: float) -> optax.GradientTransforma
 
     transform = optax.chain(
         # Clipping comes first, so that Adam's moments never see a longer gradient.
-        optax.clip_by_global_norm(grad_clip),
+        optax.clip_by_global_norm(section.grad_clip),
         optax.scale_by_adam(b1=options.beta1, b2=options.beta2, eps=options.eps),
         # Decay follows Adam: it is decoupled from the moments, as in AdamW.
         optax.add_decayed_weights(options.weight_decay, mask=is_matrix),

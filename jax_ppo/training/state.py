@@ -8,10 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh
 
-from jax_ppo.config.schema import Actor, Config, Critic
+from jax_ppo.config.schema import Config
 from jax_ppo.kernels.masked_statistics import Moments
 from jax_ppo.models import heads
 from jax_ppo.models.deberta_encoder import Deberta, init_deberta_params
@@ -139,7 +138,7 @@ class StateBuilder:
         # Shapes come from tracing the initialization: nothing is allocated.
         params = {role.name: _role_shapes(role, self.nets) for role in roles}
         optimizers = {
-            role.name: jax.eval_shape(role_optimizer(role.trained_with).init, params[role.name])
+            role.name: jax.eval_shape(make_optimizer(role.trained_with).init, params[role.name])
             for role in roles
         }
         trained = sharding.with_layout(
@@ -179,7 +178,7 @@ class StateBuilder:
             # Optimizer states are created in their shards: they may fit no single device.
             trained["optimizer"] = {
                 role.name: jax.jit(
-                    lambda params, role=role: role_optimizer(role.trained_with).init(
+                    lambda params, role=role: make_optimizer(role.trained_with).init(
                         placement.to_device(params)
                     ),
                     out_shardings=shardings.optimizers[role.name],
@@ -209,7 +208,6 @@ class StateBuilder:
         return first_control(config.algorithm.kl_ctrl, config.reward, config.critic, returns)
 
     def _present_roles(self, *, trained: bool) -> list[RunRole]:
-        """Return the roles in the state that training changes, or the others."""
         return [
             role
             for role in self.roles
@@ -266,11 +264,6 @@ class StateBuilder:
         # With adapters the progress has another name than the base's.
         report = progress(f"{title}'s adapters")
         return load_adapters(folder, net.architecture, net.lora, shards, dtype, head, report)
-
-
-def role_optimizer(options: Actor | Critic) -> optax.GradientTransformation:
-    """Return the optimizer that a role's options describe."""
-    return make_optimizer(options.optim, options.grad_clip)
 
 
 def _in_host_memory(shapes: Any, mesh: Mesh) -> Any:

@@ -180,8 +180,7 @@ def make_learner(setup: SupervisedStep, sequences: Sequences) -> Learner:
     return Learner(
         rounding_stream=Stream.SUPERVISED_ROUNDING,
         objective=BatchObjective(setup, sequences),
-        optim=setup.options.optim,
-        grad_clip=setup.options.grad_clip,
+        options=setup.options,
         rounding_seed=setup.rounding_seed,
     )
 
@@ -221,8 +220,7 @@ def trained_shapes(options: Supervised, model: Transformer, head: str, mesh: Mes
     """Return shapes and shardings of the state."""
     dtype = jnp.dtype(options.optim.param_dtype)
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), param_shapes(model, head))
-    init_optimizer = make_optimizer(options.optim, options.grad_clip).init
-    optimizer = jax.eval_shape(init_optimizer, params)
+    optimizer = jax.eval_shape(make_optimizer(options).init, params)
     return sharding.with_layout(
         mesh, {"params": params, "optimizer": optimizer}, sharding.TRAIN_RULES
     )

@@ -1204,12 +1204,12 @@ UPDATES = [
         test=f"{TEST_OPTIMIZER}::test_weight_decay_leaves_norms_alone",
         where="make_optimizer",
         old=(
-            "optax.chain(optax.clip_by_global_norm(grad_clip), "
+            "optax.chain(optax.clip_by_global_norm(section.grad_clip), "
             "optax.scale_by_adam(b1=options.beta1, b2=options.beta2, eps=options.eps), "
             "optax.add_decayed_weights(options.weight_decay, mask=is_matrix))"
         ),
         new=(
-            "optax.chain(optax.clip_by_global_norm(grad_clip), "
+            "optax.chain(optax.clip_by_global_norm(section.grad_clip), "
             "optax.add_decayed_weights(options.weight_decay, mask=is_matrix), "
             "optax.scale_by_adam(b1=options.beta1, b2=options.beta2, eps=options.eps))"
         ),

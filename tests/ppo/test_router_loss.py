@@ -7,7 +7,7 @@ import hlo
 import tiny
 from jax_ppo.errors import UserError
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.training.networks import refuse_router_loss
+from jax_ppo.training.networks import refuse_without_experts
 from tiny_update import assert_close, run_gradients
 
 LOSS = {"actor__router_aux_loss_coef": 0.5, "critic__router_aux_loss_coef": 0.5}
@@ -88,6 +88,6 @@ def test_a_critics_routers_have_the_same_loss_and_by_default_there_is_none():
 
 def test_a_model_without_experts_refuses_the_loss():
     dense = Transformer(tiny.MIXTURE.__class__(**{**vars(tiny.MIXTURE), "num_experts": 0}))
-    refuse_router_loss("config.actor", 0.0, dense)
+    refuse_without_experts("actor.router_aux_loss_coef", 0.0, 0, dense)
     with pytest.raises(UserError, match=r"config\.actor\.router_aux_loss_coef=0\.1: must be 0"):
-        refuse_router_loss("config.actor", 0.1, dense)
+        refuse_without_experts("actor.router_aux_loss_coef", 0.1, 0, dense)

@@ -21,7 +21,7 @@ from jax_ppo.ppo import forward_passes
 from jax_ppo.run import ppo_training
 from jax_ppo.sampler.decode_loop import sampler_program
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.training.networks import refuse_router_replay
+from jax_ppo.training.networks import refuse_without_experts
 from jax_ppo.types import Prompts
 from llama_folder import write_arithmetic_llama
 from tiny_update import assert_close, run_gradients
@@ -216,11 +216,12 @@ def test_what_cannot_be_replayed_is_refused(values, message):
 
 
 def test_a_model_without_experts_has_no_routing_to_replay():
-    refuse_router_replay("R3", Transformer(MIXTURE))
+    option = ("actor.router_replay.mode", "R3", "disabled")
+    refuse_without_experts(*option, Transformer(MIXTURE))
     dense = Transformer(dataclasses.replace(MIXTURE, num_experts=0))
-    refuse_router_replay("disabled", dense)
+    refuse_without_experts(option[0], "disabled", "disabled", dense)
     with pytest.raises(UserError, match=r"router_replay\.mode='R3': must be 'disabled'"):
-        refuse_router_replay("R3", dense)
+        refuse_without_experts(*option, dense)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tiny
-from jax_ppo.config.training_options import Optim
+from jax_ppo.config.training_options import Actor, Optim
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.runtime import sharding
 from jax_ppo.training.checkpoint import Checkpointer
@@ -42,7 +42,7 @@ def test_a_schedule_ends_at_its_floor_and_stays_there(schedule, half_way, end):
 
 def test_weight_decay_leaves_norms_alone():
     params = {"norm": {"scale": jnp.ones(3)}, "embed": {"embedding": jnp.ones((2, 3))}}
-    transform = make_optimizer(Optim(weight_decay=0.1), 1.0)
+    transform = make_optimizer(Actor(optim=Optim(weight_decay=0.1)))
     moved_params, _, _, _ = descend(
         transform, params, transform.init(params), jax.tree.map(jnp.zeros_like, params), 1.0
     )
@@ -87,7 +87,7 @@ def test_exact_values_infinities_and_nan_are_kept():
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def take_steps(options, steps, params, gradients, rate):
-    transform = make_optimizer(options, grad_clip=1e6)
+    transform = make_optimizer(Actor(optim=options, grad_clip=1e6))
 
     def step(_, carry):
         params, state = carry
@@ -144,7 +144,7 @@ def test_a_sum_of_gradients_in_bfloat16_keeps_small_shares():
 
 def test_noise_depends_on_seed_role_and_step_alone():
     def noise(seed=0, stream=Stream.ACTOR_ROUNDING, count=0):
-        state = make_optimizer(Optim(), 1.0).init({"norm": {"scale": jnp.zeros(1)}})
+        state = make_optimizer(Actor()).init({"norm": {"scale": jnp.zeros(1)}})
         state = jax.tree.map(lambda x: x + count if x.dtype == jnp.int32 else x, state)
         return [
             tuple(jax.random.key_data(key).tolist()) for key in rounding_keys(seed, stream, state)

@@ -264,7 +264,7 @@ def test_eight_devices_take_the_step_of_one(objective):
                 sharding.tree_shardings, mesh, rules=sharding.TRAIN_RULES
             )
             placed_params = jax.device_put(jax.device_get(params), shardings_for(params))
-            optimizer = make_optimizer(OPTIONS.optim, OPTIONS.grad_clip).init(placed_params)
+            optimizer = make_optimizer(OPTIONS).init(placed_params)
             optimizer = jax.device_put(optimizer, shardings_for(optimizer))
             after, metrics = train_step(
                 SupervisedStep(objective, OPTIONS, MODEL, total_steps=10),
