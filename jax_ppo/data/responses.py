@@ -14,7 +14,7 @@ from jax_ppo.data.tokenize_prompts import (
     report_dropped,
     tokenize_prompts,
 )
-from jax_ppo.data.tokenizer import Tokenizer, certainly_exceeds
+from jax_ppo.data.tokenizer import Tokenizer
 from jax_ppo.errors import UserError, did_you_mean
 from jax_ppo.thoughts import close_thought
 from jax_ppo.types import Example, Sequences
@@ -142,8 +142,6 @@ def _encode_fitting_responses(
         given = [getattr(example, field) for field in fields]
         texts = [close_thought(mark, text) for text in given]
         closed += texts != given
-        if any(certainly_exceeds(tokenizer, text, max_response_length) for text in texts):
-            continue
         encoded = encode_responses(
             tokenizer, example.prompt, texts, encoding.chat_template, example.tools
         )

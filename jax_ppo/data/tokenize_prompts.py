@@ -26,7 +26,7 @@ from jax_ppo.data.chat_templates import (
     validate_chat_template,
 )
 from jax_ppo.data.messages import prompt_texts
-from jax_ppo.data.tokenizer import Tokenizer, certainly_exceeds, encode_text
+from jax_ppo.data.tokenizer import Tokenizer, encode_text
 from jax_ppo.errors import UserError, counted, shorten
 from jax_ppo.types import Example
 
@@ -76,11 +76,6 @@ class PromptEncoding:
     # Apply the tokenizer's chat template if it has one and the prompt is a chat; a dict has
     # variables for the template.
     chat_template: ChatTemplate = True
-
-    @property
-    def truncates(self) -> bool:
-        """Return whether longer prompts are truncated, instead of dropped or refused."""
-        return not self.filter_overlong_prompts and self.truncation != "error"
 
 
 def tokenize_prompts(
@@ -140,7 +135,6 @@ def _encode_in_workers(
     encoding: PromptEncoding,
     cores: int,
 ) -> Iterator[list[np.ndarray | None]]:
-    """Yield the results of `encode_prompts` for each chunk, in their order."""
     workers = min(cores, len(chunks))
     with processes.explained_semaphores():
         pool = concurrent.futures.ProcessPoolExecutor(
@@ -194,21 +188,16 @@ def encode_prompts(
     for row, example in enumerate(examples, first_row):
         location = example.describe_location(row, name)
         text, special = _render_example(example, tokenizer, encoding.chat_template, location)
-        ids = None
         try:
-            # The exact length matters only for a prompt that is truncated.
-            if encoding.truncates or not certainly_exceeds(tokenizer, text, limit):
-                ids = encode_text(tokenizer, text, special)
+            ids = encode_text(tokenizer, text, special)
         except Exception as error:
             raise UserError(f"{location}: the prompt cannot be encoded: {error}") from error
-        if ids == []:
+        if not ids:
             raise UserError(f"{location}: the prompt has no tokens: {text[:80]!r}")
-        if ids is None or len(ids) > limit:
+        if len(ids) > limit:
             if encoding.filter_overlong_prompts:
                 yield None
                 continue
-            if ids is None:
-                raise _overlong_error(f"more than {limit}", limit, location)
             ids = _truncate(ids, limit, encoding.truncation, location)
         yield np.asarray(ids, np.int32)
 
@@ -282,12 +271,8 @@ def _truncate(ids: list[int], width: int, truncation: str, location: str) -> lis
         # `first - width` is negative: it counts the tokens at the end.
         first = width // 2
         return ids[:first] + ids[first - width :]
-    raise _overlong_error(str(len(ids)), width, location)
-
-
-def _overlong_error(count: str, width: int, location: str) -> UserError:
-    return UserError(
-        f"{location}: the prompt has {count} tokens, and config.data.max_prompt_length={width}. "
+    raise UserError(
+        f"{location}: the prompt has {len(ids)} tokens, and config.data.max_prompt_length={width}. "
         "Set that higher, config.data.filter_overlong_prompts=True to drop such prompts, or "
         "config.data.truncation to left, right or middle to truncate them"
     )

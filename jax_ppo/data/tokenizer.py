@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LONGEST_CHARACTER = 8  # tokens, which may be single bytes
-LONG_TEXT = 100_000  # characters; encoding ten times as many takes a second
 _DATE = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")  # transformers' function
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _BLANK = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a blank
@@ -172,20 +171,6 @@ def encode_text(tokenizer: Tokenizer, text: str, special: bool) -> list[int]:
         if not text_ends_in_eos:
             ids.pop()
     return ids
-
-
-def certainly_exceeds(tokenizer: Tokenizer, text: str, tokens: int) -> bool:
-    """Return whether a very long text has more than `tokens` tokens, judged by its beginning.
-
-    What follows a beginning changes only its last tokens, unless an added token absorbs the white
-    space before it. `False` if that is not certain.
-    """
-    beginning = text[: LONG_TEXT + 16 * tokens]
-    if len(text) < 2 * len(beginning):
-        return False
-    if any(added.lstrip for added in tokenizer.added_tokens_decoder.values()):
-        return False
-    return len(encode_text(tokenizer, beginning, special=False)) > 2 * tokens + 100
 
 
 def token_bytes(tokenizer: Tokenizer, option: str) -> list[bytes]:

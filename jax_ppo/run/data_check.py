@@ -304,7 +304,7 @@ def _render_first(examples: Sequence[Example], tokenizer: Any, options: Data) ->
     if tokenizer is None:
         return join_contents(examples[0].prompt), "before its chat template: no model is named"
     encoding = make_encoding(options)
-    if not encoding.filter_overlong_prompts and not encoding.truncates:
+    if not encoding.filter_overlong_prompts and encoding.truncation == "error":
         encoding = dataclasses.replace(encoding, max_prompt_length=_NO_LIMIT)
     rows = [(row, e) for row, e in enumerate(examples, 1) if join_contents(e.prompt).strip()]
     shown = [example for _, example in rows]

@@ -1,5 +1,4 @@
 import concurrent.futures
-import functools
 import gzip
 import sys
 import time
@@ -172,7 +171,6 @@ def test_a_wrong_row_is_named(tmp_path, row, words):
         (7, r"^option, row 2: expected a JSON object, got int"),
         ({"question": "\ud83d"}, r"^option, row 2: .* half of a surrogate pair"),
         ({"question": 7}, r"^option, row 2: question must be text or .* got 7"),
-        ({"x": functools.reduce(lambda x, _: [x], range(101), [])}, "row 2: .* nested"),
     ],
 )
 def test_rows_of_a_program_are_checked_as_those_of_files(row, message):
@@ -219,13 +217,12 @@ ROW_WITH = '{"question": "q", "answer": "#### 1", "x": %s}'
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (ROW_WITH % ("1" * 5000), "an integer has more than 4300 digits"),
-        (ROW_WITH % ("[" * 100 + "]" * 100), "nested more than 100 levels"),
-        (ROW_WITH % ("[" * 100_000 + "]" * 100_000), "nested more than 100 levels"),
+        (ROW_WITH % ("1" * 5000), "cannot be read as JSON: .*4300 digits"),
+        (ROW_WITH % ("[" * 100_000 + "]" * 100_000), "cannot be read as JSON: .*recursion"),
         (ROW_WITH % '"\\ud83d"', "half of a surrogate pair"),
         (b"\xff", "cannot be read as UTF-8 text: .*iconv -f WINDOWS-1252 -t UTF-8"),
     ],
-    ids=("digits", "deep", "deeper", "surrogate", "bytes"),
+    ids=("digits", "deep", "surrogate", "bytes"),
 )
 def test_a_line_that_python_cannot_represent_is_named(tmp_path, line, words):
     path = tmp_path / "a.jsonl"
@@ -243,9 +240,6 @@ def test_a_line_near_the_limits_is_read(tmp_path):
     for _ in range(99):
         (value,) = value
     assert value == "\N{GRINNING FACE}"
-    # More brackets than levels.
-    path.write_text(ROW_WITH % (deep.replace('"\\ud83d\\ude00"', "[], []")[1:-1]))
-    assert len(read_examples(str(path))) == 1
 
 
 def test_slices_are_those_of_python_and_may_end_after_every_file(tmp_path):
@@ -319,14 +313,12 @@ def test_messages_by_column_keep_every_column(tmp_path):
 @pytest.mark.parametrize(
     "prompt",
     [
-        {"role": ["user"], "content": ["a", "b"]},
-        {"role": "user", "content": ["a"]},
-        {"role": ["user", "user"], "content": "ab"},
         {"role": ["user"], "content": [7]},
+        {"role": ["user", "user"], "content": "ab"},
         {"role": "user"},
     ],
 )
-def test_an_uneven_prompt_is_refused(tmp_path, prompt):
+def test_an_object_that_is_no_message_is_refused(tmp_path, prompt):
     row = {"data_source": "x", "prompt": prompt, "reward_model": {}}
     path = write_rows(tmp_path / "a.jsonl", [GSM8K[0], row])
     with pytest.raises(UserError, match=r"^\S*a\.jsonl:2: .*prompt.* got \{.*\}$"):

@@ -152,6 +152,16 @@ def test_an_empty_prompt_is_refused(letters, prompt):
         tokenize_prompts(examples("abc", prompt), letters, PromptEncoding(max_prompt_length=9))
 
 
+def test_a_tokenizer_that_fails_is_reported_with_the_row(trained, monkeypatch):
+    def fail(self, text, **options):
+        raise ValueError("no such character")
+
+    monkeypatch.setattr(type(trained[0]), "encode", fail)
+    expected = "^config.data.train_files, example 1: the prompt cannot be encoded: no such char"
+    with pytest.raises(UserError, match=expected):
+        tokenize_prompts(examples("x"), trained[0], PromptEncoding(32))
+
+
 def test_an_epoch_gives_each_row_once_in_a_fresh_order():
     batches = PromptBatches(dataset(12), 4, seed=1)
     assert batches.steps_per_epoch == 3

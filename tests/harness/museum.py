@@ -441,8 +441,8 @@ DATA = [
         source="verl: data.truncation has no effect, not even `error`",
         test=f"{TEST_PROMPTS}::test_truncation_error_names_row_length_and_option",
         where="_truncate",
-        old="raise _overlong_error(str(len(ids)), width, location)",
-        new="return ids[:width]",
+        old='truncation == "right"',
+        new='truncation in ("right", "error")',
     ),
     Exhibit(
         name="the_position_in_the_data_is_lost_on_resume",
