@@ -67,7 +67,6 @@ def encode_responses(
     model would sample: some tokenizers (Llama 2's) put a space before a text encoded on its own.
     If prompt and response merge into one token, the response is encoded on its own.
     """
-    # Prompt and response are encoded as one text, and the prompt's tokens are cut off.
     text, special = render_prompt(tokenizer, prompt, chat_template, tools)
     prompt_ids = encode_text(tokenizer, text, special)
 

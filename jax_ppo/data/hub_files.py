@@ -89,7 +89,6 @@ def _split_of(path: PurePosixPath) -> str:
 def _require_one_table(
     repository: str, split: str, paths: list[PurePosixPath], option: str
 ) -> None:
-    """Raise `UserError` if the files of a split are in several folders, or if one is missing."""
     folders = sorted({str(path.parent) for path in paths})
     if len(folders) > 1:
         choices = " or ".join(f"hf:{repository}/{name}:{split}" for name in folders)

@@ -41,8 +41,8 @@ def parse_prompt(value: Any, location: str, prompt_key: str) -> str | Messages:
         value = _parse_text(value, location, prompt_key)
         if isinstance(value, str):
             return value
-    if isinstance(value, dict):
-        value = _as_messages(value, location, prompt_key)
+    if isinstance(value, dict) and value:
+        value = _as_messages(value)
     if not isinstance(value, (list, tuple)) or not value:
         raise UserError(
             f"{location}: {prompt_key} must be text or a list of messages, got {quote_cell(value)}"
@@ -95,6 +95,7 @@ def _parse_message(message: Any, location: str, name: str) -> dict[str, Any]:
                 f"one of {', '.join(_ROLES)}"
             )
         message = {"role": role, "content": message["value"]}
+    is_text = False
     if isinstance(message, dict):
         message = drop_missing(message)
         content = message.get("content")
@@ -107,12 +108,13 @@ def _parse_message(message: Any, location: str, name: str) -> dict[str, Any]:
             message["content"] = _join_parts(content, location, name)
         elif content is None and message.get("tool_calls"):
             message["content"] = ""
-    if not is_message(message):
+        is_text = isinstance(role, str) and isinstance(message.get("content"), str)
+    if not is_text:
         raise UserError(
             f"{location}: each message of {name} must have role and content as text, got "
             f"{quote_cell(message)}"
         )
-    return dict(message)
+    return message
 
 
 def _read_calls(calls: Any, location: str, name: str) -> list[dict[str, Any]]:
@@ -140,7 +142,6 @@ def from_json(value: Any) -> Any:
 
 
 def _join_parts(parts: list[Any], location: str, name: str) -> str:
-    """Return the text of a content that is a list of parts."""
     for part in parts:
         is_text = isinstance(part, dict) and isinstance(part.get("text"), str)
         if not is_text or part.get("type") not in _TEXT_PARTS:
@@ -151,28 +152,15 @@ def _join_parts(parts: list[Any], location: str, name: str) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def _as_messages(value: dict[str, Any], location: str, prompt_key: str) -> list[dict[str, Any]]:
-    """Return a single message as a list of one, and TFDS's lists by column as a list of rows."""
-    if is_message(value):
-        return [value]
+def _as_messages(value: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return TFDS's lists by column as a list of messages, and any other object as the only one."""
     # Fields that a row lacks are None in Parquet.
-    value = {key: column for key, column in value.items() if column is not None}
-    lengths = {key: len(column) for key, column in value.items() if isinstance(column, list)}
-    is_by_column = {"role", "content"} <= value.keys() == lengths.keys()
+    columns = {key: column for key, column in value.items() if column is not None}
+    lengths = {key: len(column) for key, column in columns.items() if isinstance(column, list)}
+    is_by_column = {"role", "content"} <= columns.keys() == lengths.keys()
     if not is_by_column or len(set(lengths.values())) > 1:
-        raise UserError(
-            f"{location}: {prompt_key} must be a message whose role and content are text, or hold "
-            f"lists of one length by column, got {quote_cell(value)}"
-        )
-    rows = zip(*value.values(), strict=True)
-    return [dict(zip(value, row, strict=True)) for row in rows]
-
-
-def is_message(value: Any) -> bool:
-    """Return whether a value is one message of a chat."""
-    if not isinstance(value, dict):
-        return False
-    return isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+        return [value]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def drop_missing(value: Any) -> Any:

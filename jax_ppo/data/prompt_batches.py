@@ -54,9 +54,7 @@ class PromptBatches:
         self.shuffle = shuffle
         self.seed = seed
         self.position = position
-        self._mixture: Mixture | None = None
-        if weights is not None:
-            self._mixture = Mixture(dataset, weights, shuffle, seed)
+        self._mixture = None if weights is None else Mixture(dataset, weights, shuffle, seed)
         # The epoch that `_order` belongs to, and the order of its rows.
         self._ordered_epoch = -1
         self._order = np.arange(0)
@@ -111,7 +109,7 @@ class Mixture:
         self, dataset: PromptDataset, weights: Sequence[float], shuffle: bool, seed: int
     ) -> None:
         """Divide an epoch's rows by weights > 0; raise `UserError` if a source gets no row."""
-        sources = dataset.sources()
+        sources = np.array([example.source for example in dataset.examples])
         self._rows = [np.flatnonzero(sources == source) for source in range(len(weights))]
         self._shuffle = shuffle
         self._seed = seed
@@ -181,9 +179,8 @@ def make_batch(
     lengths = np.array([len(row) for row in rows], np.int32)
     width = width or bucket_width(int(lengths.max()), dataset.max_prompt_length)
     tokens = pad_token_rows(rows, width)
-    numbers = None
-    if dataset.first_row is not None:
-        numbers = (dataset.first_row + indices).astype(np.int32)
+    first = dataset.first_row
+    numbers = None if first is None else (first + indices).astype(np.int32)
     return PromptBatch(
         examples=tuple(dataset.examples[index] for index in indices),
         prompts=Prompts(tokens=tokens, lengths=lengths, rows=numbers),

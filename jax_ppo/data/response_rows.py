@@ -145,8 +145,13 @@ class ResponseReader:
 
     def read(self, path: Path, option: str) -> Iterator[ResponseRow | RefusedRow]:
         """Yield each row of `find_response_files`, in order; raise `UserError` for a bad file."""
-        raw_rows = itertools.chain.from_iterable(
-            _read_raw_rows(file, option) for file in find_response_files(path, option)
+        paths = find_response_files(path, option)
+        # Lines are parsed here, so that a wrong one does not end the file.
+        raw_rows: Iterator[tuple[str, bytes | dict[str, Any]]] = itertools.chain.from_iterable(
+            files.read_jsonl_lines(file)
+            if file.name.lower().endswith((".jsonl", ".jsonl.gz"))
+            else files.read_rows(file, option)
+            for file in paths
         )
         for number, (location, raw) in enumerate(raw_rows, start=1):
             try:
@@ -249,17 +254,7 @@ def find_response_files(path: Path, option: str) -> list[Path]:
     return [path]
 
 
-def _read_raw_rows(path: Path, option: str) -> Iterator[tuple[str, bytes | dict[str, Any]]]:
-    """Yield the location of each row, and its line or its columns."""
-    files.require_file(path, option)
-    if path.name.lower().endswith((".jsonl", ".jsonl.gz")):
-        yield from files.read_jsonl_lines(path)
-    else:
-        yield from files.read_rows(path, option)
-
-
 def _sampled_example(row: dict[str, Any]) -> Example:
-    """Return the example of a row that a run has logged."""
     for name in ("prompt", "data_source"):
         if not isinstance(row.get(name, ""), str):
             raise UserError(f"{name} must be text, got {shorten(repr(row[name]))}")
@@ -283,7 +278,6 @@ def _token_ids(row: dict[str, Any], name: str, vocab_size: int) -> np.ndarray:
 
 
 def _numbers(row: dict[str, Any], name: str, length: int) -> np.ndarray | None:
-    """Return the numbers of a response's tokens, float32; `None` if the row has none."""
     values = row.get(name)
     if values is None:
         return None

@@ -315,7 +315,6 @@ class _RowReader:
         return prompt
 
     def _add_system_column(self, prompt: Prompt) -> Prompt:
-        """Return the prompt with the system message of a column."""
         for name in filter(self.values.get, names.SYSTEMS):
             text = self._require_text(name)
             if isinstance(prompt, str):
@@ -354,7 +353,6 @@ class _RowReader:
         return tuple(text for _, text in found[:1])
 
     def _read_response(self, name: str, value: Any) -> str:
-        """Return a response given as text, or as the last message of an assistant."""
         if not isinstance(value, (str, list, dict)):
             raise self._error(f"{name} must be text, got {quote_cell(value)}")
         messages = parse_prompt(value, self.location, name)
@@ -421,9 +419,7 @@ class _RowReader:
 
     def _read_tools(self) -> tuple[Any, ...]:
         """Return the functions of a column, a list that may be given as JSON text."""
-        value = self.values.get("tools")
-        if isinstance(value, str) and value.strip():
-            value = from_json(value)
+        value = from_json(self.values.get("tools"))
         if not value:
             return ()
         if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
@@ -436,9 +432,8 @@ def _agrees(prompt: Prompt, other: Prompt) -> bool:
     """Return whether a prompt equals the other one, or contains that one's only message."""
     if prompt == other:
         return True
-    if not isinstance(other, str):
-        if len([m for m in other if m["role"] != "system"]) > 1:
-            return False
+    if not isinstance(other, str) and len([m for m in other if m["role"] != "system"]) > 1:
+        return False
     if not isinstance(prompt, str) and len([m for m in prompt if m["role"] == "user"]) > 1:
         return False
     return _flatten(other) in _flatten(prompt)

@@ -50,11 +50,9 @@ GENERATORS = {
 }
 SCHEMES = (*GENERATORS, "hf", "tfds")
 FORMS = (
-    "files ("
-    + ", ".join(files.SUFFIXES)
-    + "; also as gs://BUCKET/FILE), `arithmetic:COUNT[:heldout]`, `sums:COUNT[:heldout]`, "
-    "`calculations:COUNT[:heldout]`, `stories:COUNT[:heldout]`, `hf:OWNER/NAME[@REVISION]/FILE`, "
-    "`hf:OWNER/NAME[/FOLDER][:SPLIT]` or `tfds:NAME/SPLIT`"
+    f"files ({', '.join(files.SUFFIXES)}; also as gs://BUCKET/FILE), "
+    + "".join(f"`{name}:COUNT[:heldout]`, " for name in GENERATORS)
+    + "`hf:OWNER/NAME[@REVISION]/FILE`, `hf:OWNER/NAME[/FOLDER][:SPLIT]` or `tfds:NAME/SPLIT`"
 )
 MAX_GENERATED_DIGITS = 7  # more examples would fill the memory of the host
 
@@ -230,7 +228,6 @@ def _generate_examples(scheme: str, arguments: str, seed: int, option: str) -> l
 
 
 def _read_file_rows(source: str, option: str) -> LocatedRows:
-    """Return the rows of a source's files, downloaded if necessary."""
     name, start, end = source, "", ""
     if sliced := _SLICE.fullmatch(source):
         name, start, end = sliced.groups()
@@ -241,7 +238,6 @@ def _read_file_rows(source: str, option: str) -> LocatedRows:
 
 
 def _locate_files(name: str, source: str, option: str) -> list[Path]:
-    """Return the files that a source names, without its slice."""
     scheme, colon, arguments = name.partition(":")
     is_remote = remote.is_address(name)
     if colon and scheme == "hf":
@@ -286,9 +282,8 @@ def _read_tfds_rows(name_and_split: str, option: str) -> LocatedRows:
             f"{option}='tfds:{name_and_split}': {len(source)} rows can be read, but the data set's "
             f"metadata states {expected}. Prepare it again with file_format='array_record'"
         )
-    for index in range(len(source)):
-        row = _to_plain_python(source[index])
-        yield f"tfds:{name_and_split}, row {index + 1}", row
+    for number, row in enumerate(source, 1):
+        yield f"tfds:{name_and_split}, row {number}", _to_plain_python(row)
 
 
 def _to_plain_python(value: Any) -> Any:

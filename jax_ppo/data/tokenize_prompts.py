@@ -49,10 +49,6 @@ class PromptDataset:
     def __len__(self) -> int:
         return len(self.examples)
 
-    def sources(self) -> np.ndarray:
-        """Return the number of the source of each example, int [rows]."""
-        return np.array([example.source for example in self.examples])
-
     @functools.cached_property
     def fingerprint(self) -> dict[str, Any]:
         """Return the number of `rows` and a hash of contents and order, without file names."""
