@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jax_ppo.errors import UserError, did_you_mean, shorten
-from jax_ppo.rewards.samples import Outcome, RewardResult, RewardRow, failure_of, validate_result
+from jax_ppo.rewards.samples import (
+    Outcome,
+    RewardFunction,
+    RewardResult,
+    RewardRow,
+    failure_of,
+    validate_result,
+)
 
 if TYPE_CHECKING:  # `jax_ppo.types` imports jax, which reward workers do not load
     from jax_ppo.types import Example
@@ -221,15 +228,20 @@ def wrap_batch_function(
     return BatchFunction(name, call, required)
 
 
-def validate_columns(function: BatchFunction, examples: Sequence["Example"], setting: str) -> None:
-    """Raise `UserError`, with the option and its value, if no example has a required column."""
+def validate_columns(
+    function: RewardFunction | BatchFunction, examples: Sequence["Example"]
+) -> None:
+    """Raise `UserError` if no example has a column that a batch function requires."""
+    if not isinstance(function, BatchFunction):
+        return
     known = set().union(*(example.extra_info for example in examples))
     for name in function.columns:
         if name not in known:
             given = sorted(known.union(TRL_ARGUMENTS, ROW_COLUMNS))
             raise UserError(
-                f"{setting}: its argument {name!r} is not a column of the data; expected "
-                f"{', '.join(given)}, or a default.{did_you_mean(name, given)}"
+                f"config.reward.function={function.name!r}: its argument {name!r} is not a column "
+                f"of the data; expected {', '.join(given)}, or a default."
+                f"{did_you_mean(name, given)}"
             )
 
 

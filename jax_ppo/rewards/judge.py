@@ -8,7 +8,6 @@ A call blocks, so the rule runs in worker processes: `reward.workers` calls are 
 """
 
 import contextlib
-import dataclasses
 import functools
 import json
 import re
@@ -40,76 +39,59 @@ _SCORE_OBJECT = re.compile(r'\{[^{}]*"score"\s*:[^{}]*\}')
 _CODE_BLOCK = re.compile(r"\s*```\w*\n(.*)```\s*", re.DOTALL)
 
 
-@dataclasses.dataclass(frozen=True)
-class Judge:
-    """How responses are judged, and by which server; `config.reward` documents its options."""
+def judge_function(options: Reward) -> RewardFunction:
+    """Return the reward function that asks `reward.url`; equal requests are sent once per process.
 
-    server: HTTPClient
-    url_model: str
-    url_prompt: str
-
-    @classmethod
-    def from_options(cls, options: Reward) -> "Judge | None":
-        """Return the judge of the options, `None` without `reward.url`.
-
-        Raise `UserError` if the prompt lacks `{response}`, or the server's key cannot be sent.
-        """
-        if not options.url:
-            return None
-        server = HTTPClient(
-            option="config.reward.url",
-            url=options.url,
-            key_variable=KEY_VARIABLE,
-            timeout=options.url_timeout,
-            retries=options.url_retries,
+    Raise `UserError` if the prompt lacks `{response}`, or the server's key cannot be sent.
+    """
+    server = HTTPClient(
+        option="config.reward.url",
+        url=options.url,
+        key_variable=KEY_VARIABLE,
+        timeout=options.url_timeout,
+        retries=options.url_retries,
+    )
+    if "{response}" not in options.url_prompt:
+        raise UserError(
+            f"config.reward.url_prompt={shorten(options.url_prompt)!r}: expected text with "
+            "{response}, and optionally {prompt} and {ground_truth}"
         )
-        if "{response}" not in options.url_prompt:
-            raise UserError(
-                f"config.reward.url_prompt={shorten(options.url_prompt)!r}: expected text with "
-                "{response}, and optionally {prompt} and {ground_truth}"
-            )
-        return cls(server, options.url_model, options.url_prompt)
+    read = _read_message if options.url_model else _refuse_text
+    ask = functools.lru_cache(maxsize=_CACHE_SIZE)(functools.partial(server.post, "", read=read))
 
-    def reward_function(self) -> RewardFunction:
-        """Return the reward function; equal requests are sent once per process."""
-        read = _read_message if self.url_model else _refuse_text
-        post = functools.partial(self.server.post, "", read=read)
-        ask = functools.lru_cache(maxsize=_CACHE_SIZE)(post)
+    def score(row: RewardRow, response: str) -> RewardResult:
+        value = ask(json.dumps(_make_request(options, row, response), ensure_ascii=False))
+        if options.url_model:
+            value = _read_score(value)
+        return read_reward_output(value, response, "the server of config.reward.url")
 
-        def score(row: RewardRow, response: str) -> RewardResult:
-            request = json.dumps(self._request(row, response), ensure_ascii=False)
-            value = ask(request)
-            if self.url_model:
-                value = _read_score(value)
-            return read_reward_output(value, response, "the server of config.reward.url")
+    return score
 
-        return score
 
-    def _request(self, row: RewardRow, response: str) -> dict[str, Any]:
-        if not self.url_model:
-            return {
-                "prompt": row.prompt,
-                "response": response,
-                "ground_truth": row.ground_truth,
-                "data_source": row.data_source,
-            }
-        prompt = row.prompt
-        if not isinstance(prompt, str):
-            prompt = "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
-        values = (prompt, response, str(row.ground_truth))
-        replacements = dict(zip(PLACEHOLDERS, values, strict=True))
-        pattern = "|".join(map(re.escape, PLACEHOLDERS))
-        # A single pass leaves a placeholder that the response itself contains unchanged.
-        content = re.sub(pattern, lambda match: replacements[match[0]], self.url_prompt)
+def _make_request(options: Reward, row: RewardRow, response: str) -> dict[str, Any]:
+    if not options.url_model:
         return {
-            "model": self.url_model,
-            "messages": [{"role": "user", "content": content}],
-            "temperature": 0,
+            "prompt": row.prompt,
+            "response": response,
+            "ground_truth": row.ground_truth,
+            "data_source": row.data_source,
         }
+    prompt = row.prompt
+    if not isinstance(prompt, str):
+        prompt = "\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+    values = (prompt, response, str(row.ground_truth))
+    replacements = dict(zip(PLACEHOLDERS, values, strict=True))
+    pattern = "|".join(map(re.escape, PLACEHOLDERS))
+    # A single pass leaves a placeholder that the response itself contains unchanged.
+    content = re.sub(pattern, lambda match: replacements[match[0]], options.url_prompt)
+    return {
+        "model": options.url_model,
+        "messages": [{"role": "user", "content": content}],
+        "temperature": 0,
+    }
 
 
 def _refuse_text(reply: Any) -> Any:
-    """Return a reply; raise `ValueError` if it is text, which states no score."""
     if isinstance(reply, str):
         raise ValueError(f"expected a number or an object with score, got {shorten(reply)!r}")
     return reply

@@ -20,7 +20,7 @@ from jax_ppo.rewards.custom import (
     read_reward_output,
     wrap_batch_function,
 )
-from jax_ppo.rewards.judge import Judge
+from jax_ppo.rewards.judge import judge_function
 from jax_ppo.rewards.row_rules import AUTO, JUDGE, MODEL, rules_of_source
 from jax_ppo.rewards.rule_table import RULES, SOURCES, rule_of_source
 from jax_ppo.rewards.samples import RewardFunction, RewardResult, RewardRow
@@ -29,9 +29,7 @@ if TYPE_CHECKING:  # `jax_ppo.types` imports jax, which reward workers do not lo
     from jax_ppo.types import Example
 
 
-def resolve_reward_function(
-    options: Reward, judge: Judge | None = None
-) -> RewardFunction | BatchFunction:
+def resolve_reward_function(options: Reward) -> RewardFunction | BatchFunction:
     """Return the reward function that the options select.
 
     `function` is called as f(data_source=, solution_str=, ground_truth=, extra_info=) and returns a
@@ -41,16 +39,13 @@ def resolve_reward_function(
     those arguments.
     """
     if options.terms:
-        return _add_terms(options, judge)
-    if judge is not None and not options.function:
-        return judge.reward_function()
-    if not options.function:
-        return _apply_built_in_rule
-    return _load_function(options.function, "reward.function")
+        return _add_terms(options)
+    if options.function:
+        return _load_function(options.function, "reward.function")
+    return judge_function(options) if options.url else _apply_built_in_rule
 
 
 def _load_function(function: str, option: str) -> RewardFunction | BatchFunction:
-    """Return a user's function as one of rows, or of a batch of them."""
     user_function = plugins.load_plugin(
         function, option, REWARD_ARGUMENTS, by_name=True, other_arguments=batch_arguments
     )
@@ -71,11 +66,10 @@ def _load_function(function: str, option: str) -> RewardFunction | BatchFunction
     return call_user_function
 
 
-def _add_terms(options: Reward, judge: Judge | None) -> RewardFunction:
+def _add_terms(options: Reward) -> RewardFunction:
     """Return the sum of the terms; each term's score is reported by its name."""
-    functions = [
-        (term, _resolve_term(term, judge)) for term in options.parsed_terms if term.rule != MODEL
-    ]
+    terms = [term for term in options.parsed_terms if term.rule != MODEL]
+    functions = [(term, _resolve_term(term, options)) for term in terms]
 
     def score(row: RewardRow, response: str) -> RewardResult:
         results = [(term, function(row, response)) for term, function in functions]
@@ -103,10 +97,9 @@ def _add_terms(options: Reward, judge: Judge | None) -> RewardFunction:
     return score
 
 
-def _resolve_term(term: Term, judge: Judge | None) -> RewardFunction:
+def _resolve_term(term: Term, options: Reward) -> RewardFunction:
     if term.rule == JUDGE:
-        assert judge is not None, "`model_weight` rejects the term without an address"
-        return judge.reward_function()
+        return judge_function(options)
     if term.rule == AUTO:
         return _apply_built_in_rule
     if ":" in term.rule:

@@ -23,7 +23,6 @@ from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError, print_any_text, printable_lines
 from jax_ppo.registries import IN_MEMORY
 from jax_ppo.rewards.custom import BatchFunction, score_whole_batch
-from jax_ppo.rewards.judge import Judge
 from jax_ppo.rewards.reward_functions import resolve_reward_function
 from jax_ppo.rewards.samples import (
     Outcome,
@@ -202,7 +201,6 @@ class RewardWorkers:
             return ScoringFailure(printable_lines(f"{type(error).__name__}: {error}"))
 
     def _late(self, limit: float, end: str) -> ScoringFailure:
-        """Return the failure of a task without a result after `limit` seconds."""
         seconds = f"config.reward.timeout={self._options.timeout:g} seconds"
         if limit != self._options.timeout:
             count = round(limit / self._options.timeout)
@@ -261,7 +259,7 @@ def initialize_worker(parent: int, options: Reward) -> None:
     # A reward function that uses JAX must not take the accelerator of the run.
     os.environ["JAX_PLATFORMS"] = "cpu"
     try:
-        _worker_function = resolve_reward_function(options, Judge.from_options(options))
+        _worker_function = resolve_reward_function(options)
     except UserError as error:  # the run could import it, but this process cannot
         _worker_obstacle = error
 

@@ -28,7 +28,6 @@ from jax_ppo.ppo.step_parts import StepOptions, make_engine, make_stop_search, s
 from jax_ppo.registries import ROLLOUT_ENGINES
 from jax_ppo.rewards import reward_functions, row_rules
 from jax_ppo.rewards.custom import BatchFunction, validate_columns
-from jax_ppo.rewards.judge import Judge
 from jax_ppo.rewards.samples import RewardFunction
 from jax_ppo.rewards.worker_pool import RewardThreads, RewardWorkers, isolate
 from jax_ppo.run.life_cycle import count_steps
@@ -236,12 +235,9 @@ def _resolve_rule(options: Reward, examples: list[Example]) -> RunRule:
     if not reward_functions.has_rules(options):
         return None
     # Resolved here even if workers import it again: errors should surface before a run starts.
-    judge = Judge.from_options(options)
-    rule = reward_functions.resolve_reward_function(options, judge)
-    if isinstance(rule, BatchFunction):
-        validate_columns(rule, examples, f"config.reward.function={options.function!r}")
-    # A judge that is the whole reward scores rows of any source.
-    if judge is None or options.terms:
+    rule = reward_functions.resolve_reward_function(options)
+    validate_columns(rule, examples)
+    if not reward_functions.scores_any_row(options):
         row_rules.validate_data_sources(examples, options)
         if missing := row_rules.find_missing_package(examples, options):
             raise UserError(missing)

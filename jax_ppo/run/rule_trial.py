@@ -9,7 +9,7 @@ from jax_ppo.config.schema import Reward
 from jax_ppo.data.messages import join_contents
 from jax_ppo.rewards import reward_functions
 from jax_ppo.rewards.batch import describe_misses, score_batch, scored_misses
-from jax_ppo.rewards.custom import BatchFunction, validate_columns
+from jax_ppo.rewards.custom import validate_columns
 from jax_ppo.rewards.row_rules import AUTO, JUDGE, rules_of_source
 from jax_ppo.rewards.rule_table import RULES
 from jax_ppo.rewards.worker_pool import RewardWorkers, isolate
@@ -53,8 +53,7 @@ def try_rule(
         return Trial(not_run="the rows have no responses besides reference answers")
     needs_workers = reward_functions.needs_workers(solved, options)
     rule = reward_functions.resolve_reward_function(options)
-    if isinstance(rule, BatchFunction):
-        validate_columns(rule, examples, f"config.reward.function={options.function!r}")
+    validate_columns(rule, examples)
     if needs_workers:
         solved = solved[:most_in_workers]
     responses = [example.response or "" for example in solved]
@@ -95,8 +94,7 @@ def call_functions(examples: Sequence[Example], options: Reward) -> list[Functio
             options, function=function, terms="", url="", max_timeouts=1, workers=1
         )
         rule = reward_functions.resolve_reward_function(alone)
-        if isinstance(rule, BatchFunction):
-            validate_columns(rule, examples, f"config.reward.function={function!r}")
+        validate_columns(rule, examples)
         workers = isolate(rule, alone, needs_workers=True)
         assert isinstance(workers, RewardWorkers), "there is one"
         with workers:

@@ -1246,8 +1246,8 @@ RULES_IN_A_RUN = [
         source="trl#2518, trl#2363, trl#3093: PPOTrainer accepted only an nn.Module as reward",
         test=f"{TEST_FUNCTIONS}::test_a_function_of_a_file",
         where="resolve_reward_function",
-        old="if not options.function:\n    return _apply_built_in_rule",
-        new="if True:\n    return _apply_built_in_rule",
+        old='_load_function(options.function, "reward.function")',
+        new="_apply_built_in_rule",
     ),
     Exhibit(
         name="rewards_are_truncated_to_integers",

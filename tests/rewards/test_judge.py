@@ -12,7 +12,7 @@ from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError
 from jax_ppo.rewards import reward_functions
 from jax_ppo.rewards.batch import score_batch
-from jax_ppo.rewards.judge import KEY_VARIABLE, Judge
+from jax_ppo.rewards.judge import KEY_VARIABLE, judge_function
 from jax_ppo.rewards.samples import RewardRow, score_sample
 from jax_ppo.rewards.worker_pool import RewardWorkers
 from jax_ppo.types import Example
@@ -59,7 +59,7 @@ def chat_reply(text):
 
 
 def judge(server, **options):
-    return Judge.from_options(Reward(url=server.url, **options)).reward_function()
+    return judge_function(Reward(url=server.url, **options))
 
 
 def test_a_server_is_sent_the_sample_and_returns_a_number_or_an_object(server, monkeypatch):
@@ -163,7 +163,7 @@ def test_failures_name_the_server_and_no_secret(
 
 def test_a_server_that_does_not_answer_is_given_up(server):
     options = Reward(url="http://127.0.0.1:9/score", url_retries=1)
-    failure = score_sample(Judge.from_options(options).reward_function(), CHAT, "x")
+    failure = score_sample(judge_function(options), CHAT, "x")
     assert "config.reward.url=http://127.0.0.1:9/score" in failure.cause
 
 
@@ -173,7 +173,7 @@ def test_a_judge_that_hangs_is_given_up_after_consecutive_time_outs(workers):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/"
         options = Reward(url=url, url_timeout=0.05, url_retries=1, max_timeouts=2)
-        rule = Judge.from_options(options).reward_function()
+        rule = judge_function(options)
         with RewardWorkers(options, 1) as pool:
             scored = score_batch(
                 pool if workers else rule,
@@ -211,7 +211,7 @@ def test_workers_ask_the_judge_as_one_term_of_several(server):
 
 def test_a_prompt_without_the_response_is_named():
     with pytest.raises(UserError, match="config.reward.url_prompt='Rate it'"):
-        Judge.from_options(Reward(url="http://host/", url_prompt="Rate it"))
+        judge_function(Reward(url="http://host/", url_prompt="Rate it"))
 
 
 @pytest.mark.parametrize(
