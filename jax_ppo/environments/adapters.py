@@ -35,7 +35,6 @@ Turn = tuple[str, float, bool, dict[str, float]]
 
 
 def _describe_example(example: Example) -> dict[str, Any]:
-    """Return the columns of a row that an adapted environment gets."""
     return {
         "prompt": example.prompt,
         "ground_truth": example.ground_truth,
@@ -45,7 +44,6 @@ def _describe_example(example: Example) -> dict[str, Any]:
 
 
 def _read_info(info: Mapping[str, Any], metric_names: Sequence[str]) -> dict[str, Any]:
-    """Return the metrics of a turn from an `info` like Gymnasium's."""
     return {name: info[name] for name in metric_names if info.get(name) is not None}
 
 

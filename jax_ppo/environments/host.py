@@ -175,7 +175,6 @@ class HostEnvironment:
         return _Answer(self._encode(observation, last), reward, bool(ends), figures)
 
     def _encode(self, observation: str | tuple[str, ...], last: int) -> list[int]:
-        """Return the tokens to insert after a turn with this last token."""
         if self._frame is not None:
             contents = (observation,) if isinstance(observation, str) else observation
             return self._frame.encode(contents, last, self.observation_length)
@@ -192,7 +191,6 @@ class HostEnvironment:
         return environment
 
     def _close(self, environment: CallResult | None) -> None:
-        """Close the environment of a dialogue that is over, if it can be closed."""
         if environment is None or environment.exception():
             return
         try:
@@ -262,7 +260,6 @@ def read_figures(
 
 
 def _read_number(value: Any, what: str) -> float:
-    """Return a number; raise `WrongAnswer` unless it is a finite float32."""
     number = as_float(value)
     # Written so that NaN fails too.
     if number is None or not abs(number) <= np.finfo(np.float32).max:

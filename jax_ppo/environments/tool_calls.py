@@ -188,10 +188,9 @@ class ToolDialogue:
         return tuple(results) or "", 0.0, not results, figures
 
     def _answer(self, name: str, arguments: dict[str, Any]) -> str:
-        if name not in self._tools:
-            known = ", ".join(self._tools)
-            return self._count_error(ValueError(f"unknown tool {name!r}; there are {known}"))
         try:
+            if name not in self._tools:
+                raise ValueError(f"unknown tool {name!r}; there are {', '.join(self._tools)}")
             return self._tools[name].call(arguments)
         except ValueError as error:
             return self._count_error(error)
@@ -200,7 +199,6 @@ class ToolDialogue:
             return self._count_error(RuntimeError(f"{type(error).__name__}: {error}"))
 
     def _count_error(self, error: Exception) -> str:
-        """Count an error; return the line that answers it."""
         self._errors += 1
         return f"error: {shorten(str(error), _LONGEST_ERROR)}"
 
@@ -242,7 +240,6 @@ def _built_in_tools(options: MultiTurn) -> dict[str, Tool]:
 
 
 def _load_tool(name: str, options: MultiTurn) -> Tool:
-    """Return a built-in tool, or the user's function as a tool."""
     setting = f"config.{ENVIRONMENT_OPTION}: the tool {name!r}"
     built_in = _built_in_tools(options)
     if name in built_in:

@@ -146,7 +146,6 @@ def _score_samples(
 
 
 def _report_unread_values(results: Sequence[RewardResult]) -> None:
-    """Log which results of a user-defined function are not read, and which are missing."""
     for name in sorted({name for result in results for name in result.ignored}):
         _warn_once(f"returned {name!r}, which is not a number: it is not reported")
     if missing := sum(result.is_missing for result in results):
@@ -160,7 +159,6 @@ def _warn_once(fact: str) -> None:
 
 
 def _describe_failure(row: int, example: Example, response: str, cause: str) -> str:
-    """Describe a sample and why it failed, in printable characters."""
     separator = "\n" if "\n" in cause else " "
     return printable_lines(
         f"row {row} of the batch, data_source={example.data_source!r}, "
