@@ -3,6 +3,7 @@
 import dataclasses
 import shlex
 
+from jax_ppo.config import option_rules as rule
 from jax_ppo.config.option import (
     ADVANTAGES,
     MODELS,
@@ -12,24 +13,6 @@ from jax_ppo.config.option import (
     redeclare,
     section,
     unread_unless,
-)
-from jax_ppo.config.option_rules import (
-    DRAWN_ONCE,
-    DRAWN_WITHIN_STEP,
-    ENGINE_IS_SERVER,
-    ENVIRONMENT_IS_SERVER,
-    HAS_BUILT_IN_ENGINE,
-    HAS_ENVIRONMENT,
-    HAS_ROLLOUT_MESH,
-    NEWEST_WEIGHTS,
-    REWARDS_BY_RULE,
-    SEVERAL_TOKENS,
-    STARTS_VLLM,
-    compares_responses,
-    engine_is_built_in,
-    has_server,
-    is_set,
-    option_is,
 )
 from jax_ppo.config.parsing import parse_strings
 from jax_ppo.registries import ROLLOUT_ENGINES
@@ -79,14 +62,14 @@ class RolloutMesh:
         "(docs/sample-sources.md#devices-that-only-decode); 0: those of `mesh` decode",
         unit="devices", at_least=0, read_by=PPO,
         rules=(
-            engine_is_built_in("decodes elsewhere; use the built-in engine"),
+            rule.engine_is_built_in("decodes elsewhere; use the built-in engine"),
             OptionRule(lambda c: c.rollout.max_staleness > 0,
                 "`rollout.max_staleness` is at least 1",
                 "these devices would decode nothing while the others learn; set "
                 "config.rollout.max_staleness to 1 or more")))
     data: int = option(-1,
         "groups of devices with a copy of the weights each; -1: as many as fit",
-        unit="groups", at_least=-1, not_zero=True, rules=(HAS_ROLLOUT_MESH,))
+        unit="groups", at_least=-1, not_zero=True, rules=(rule.HAS_ROLLOUT_MESH,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,36 +83,36 @@ class MultiTurn:
         "the environment variable JAX_PPO_ENVIRONMENT_KEY, if set, as a bearer token; empty: a "
         "response is one turn",
         rules=(
-            engine_is_built_in("has no environment; use the built-in engine"),
-            option_is("reward.process_rewards", False,
+            rule.engine_is_built_in("has no environment; use the built-in engine"),
+            rule.option_is("reward.process_rewards", False,
                 "the environment rewards turns; set config.reward.process_rewards=False"),
             OptionRule(lambda c: ":" in c.rollout.multi_turn.environment, "",
                 "expected module:Class, path/to/file.py:Class or http://HOST:PORT"),
-            DRAWN_WITHIN_STEP,
-            DRAWN_ONCE))
+            rule.DRAWN_WITHIN_STEP,
+            rule.DRAWN_ONCE))
     max_assistant_turns: int | None = option(None,
         "turns of the policy after which a response is cut off; unset: no limit",
-        unit="turns", at_least=1, rules=(HAS_ENVIRONMENT,))
+        unit="turns", at_least=1, rules=(rule.HAS_ENVIRONMENT,))
     max_turn_length: int | None = option(None,
         "tokens after which a turn ends; unset: data.max_response_length",
-        unit="tokens", at_least=1, rules=(HAS_ENVIRONMENT,))
+        unit="tokens", at_least=1, rules=(rule.HAS_ENVIRONMENT,))
     max_observation_length: int = option(64,
         "maximum length of an observation; longer ones are cut",
-        unit="tokens", at_least=1, rules=(HAS_ENVIRONMENT,))
+        unit="tokens", at_least=1, rules=(rule.HAS_ENVIRONMENT,))
     timeout: float = option(60.0,
         "longest time for a `step` of the environment (the first includes `reset`), after which "
         "the dialogue ends with a reward of 0 for the turn",
-        unit="seconds", above=0, rules=(HAS_ENVIRONMENT,))
+        unit="seconds", above=0, rules=(rule.HAS_ENVIRONMENT,))
     observation_role: str = option("",
         "role under which the chat template renders observations, such as user; empty: they are "
         "inserted unchanged (results of tools: as the role tool)",
-        rules=(HAS_ENVIRONMENT,))
+        rules=(rule.HAS_ENVIRONMENT,))
     url_timeout: float = option(20.0,
         "longest time for a call of the environment's server",
         unit="seconds", above=0,
         rules=(
-            ENVIRONMENT_IS_SERVER,
-            OptionRule(lambda c: not ENVIRONMENT_IS_SERVER.is_met(c) or (
+            rule.ENVIRONMENT_IS_SERVER,
+            OptionRule(lambda c: not rule.ENVIRONMENT_IS_SERVER.is_met(c) or (
                 c.rollout.multi_turn.url_timeout < c.rollout.multi_turn.timeout),
                 "it is below `rollout.multi_turn.timeout`",
                 "expected less than "
@@ -138,19 +121,19 @@ class MultiTurn:
     url_retries: int = option(2,
         "retries of a call that the environment's server refused (429, 503) or did not accept; "
         "`reset`, and `step` if the server permits it, are also retried after other faults",
-        at_least=0, rules=(ENVIRONMENT_IS_SERVER,))
+        at_least=0, rules=(rule.ENVIRONMENT_IS_SERVER,))
     action_field: str = option("",
         "field of the object that the environment's server takes as action, such as `message`; "
         "empty: the action is a text",
-        rules=(ENVIRONMENT_IS_SERVER,))
+        rules=(rule.ENVIRONMENT_IS_SERVER,))
     observation_field: str = option("",
         "field of the object that the environment's server returns as observation; empty: it is a "
         "text",
-        rules=(ENVIRONMENT_IS_SERVER,))
+        rules=(rule.ENVIRONMENT_IS_SERVER,))
     info_metrics: str = option("",
         "numbers in the `info` of a server's or Gymnasium's environment that become metrics "
         "environment/NAME",
-        is_list=True, rules=(HAS_ENVIRONMENT,))
+        is_list=True, rules=(rule.HAS_ENVIRONMENT,))
     reward: str = option("sum",
         "sum: the environment's rewards and the reward of the response; environment: only the "
         "environment's",
@@ -161,7 +144,7 @@ class MultiTurn:
                 "no other reward is set",
                 "ignores the rewards that config.reward sets; unset function, terms, url and "
                 "model_path there, or set config.rollout.multi_turn.reward='sum'"),
-            HAS_ENVIRONMENT))
+            rule.HAS_ENVIRONMENT))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,10 +152,10 @@ class VLLM:
     """The vLLM that a run starts and ends, on this machine."""
 
     python: str = option("", "interpreter of an environment that has vLLM",
-        rules=(STARTS_VLLM,))
+        rules=(rule.STARTS_VLLM,))
     arguments: str = option("",
         "further arguments, such as --gpu-memory-utilization=0.4 --tensor-parallel-size=2",
-        parse=shlex.split, rules=(STARTS_VLLM,))
+        parse=shlex.split, rules=(rule.STARTS_VLLM,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,15 +177,15 @@ class RolloutOptions(Sampling):
     min_p: float = redeclare(Sampling, "min_p", read_by=PPO)
     n: int = redeclare(Sampling, "n",
         read_by=PPO,
-        rules=(*compares_responses(lambda c: c.rollout.n),))
+        rules=(*rule.compares_responses(lambda c: c.rollout.n),))
     engine: str = option("built-in",
         "generator of responses, or your own RolloutEngine, `module:Class` or `file.py:Class` "
         "(sampler/engine.py)",
         choices=tuple(ROLLOUT_ENGINES), is_plugin=True, aliases=ROLLOUT_ENGINES.other_names(),
         rules=(
-            *map(has_server, ROLLOUT_ENGINES.names(lambda entry: entry.is_server)),
-            DRAWN_WITHIN_STEP,
-            DRAWN_ONCE))
+            *map(rule.has_server, ROLLOUT_ENGINES.names(lambda entry: entry.is_server)),
+            rule.DRAWN_WITHIN_STEP,
+            rule.DRAWN_ONCE))
     weights_dir: str = option("",
         "folder in which an external engine finds the weights of each step, shared with a server "
         "on another machine; empty: shared memory, or the temporary folder if two copies do "
@@ -212,9 +195,9 @@ class RolloutOptions(Sampling):
     url: str = option("",
         "address of a running server that samples, http://HOST:PORT; it gets the environment "
         "variable JAX_PPO_ROLLOUT_KEY, if set, as a bearer token",
-        rules=(ENGINE_IS_SERVER,))
+        rules=(rule.ENGINE_IS_SERVER,))
     url_timeout: float = option(600.0, "longest wait for one response of a server",
-        unit="seconds", above=0, rules=(unread_unless(ENGINE_IS_SERVER),))
+        unit="seconds", above=0, rules=(unread_unless(rule.ENGINE_IS_SERVER),))
     vllm: VLLM = section(VLLM)
     max_num_seqs: int | None = option(None,
         "samples that a device decodes at once, each followed by another when it ends; auto: as "
@@ -232,14 +215,14 @@ class RolloutOptions(Sampling):
     attention: str = option("auto",
         "attention in decoding: xla runs everywhere; cudnn needs model.attention=cudnn and has no "
         "sliding window; auto: cudnn where it can run",
-        choices=("auto", "xla", "cudnn"), rules=(unread_unless(HAS_BUILT_IN_ENGINE),))
+        choices=("auto", "xla", "cudnn"), rules=(unread_unless(rule.HAS_BUILT_IN_ENGINE),))
     quantization: str = option("none",
         "how weights are stored for decoding: none, as model.dtype; int8, half of bfloat16's "
         "memory, but a slightly different policy (algorithm.rollout_is corrects that)",
-        choices=("none", "int8"), rules=(HAS_BUILT_IN_ENGINE,))
+        choices=("none", "int8"), rules=(rule.HAS_BUILT_IN_ENGINE,))
     logprob_micro_batch_size_per_device: int | None = option(None,
         "packed rows that a device processes at once without gradients; auto: as for the actor",
-        unit="rows", at_least=1, is_automatic=True, read_by=MODELS, rules=(DRAWN_ONCE,))
+        unit="rows", at_least=1, is_automatic=True, read_by=MODELS, rules=(rule.DRAWN_ONCE,))
     reuse_logprobs: str = option("auto",
         "take the sampler's log-probs as the old policy's: always (ratios then start at 1 up to "
         "rounding, percents in bfloat16); never, compute them again; auto, where rounding cannot "
@@ -256,32 +239,32 @@ class RolloutOptions(Sampling):
                 "`algorithm.rollout_is` is none, for `always`",
                 "leaves config.algorithm.rollout_is={c.algorithm.rollout_is!r} no other log-probs "
                 "to compare the sampler's with; set it to 'auto'"),
-            DRAWN_ONCE))
+            rule.DRAWN_ONCE))
     exact: bool = option(False,
         "draw each token again from a forward pass over the rows of the update, so that sampling "
         "and update have bit-identical log-probs (docs/sample-sources.md)",
         read_by=PPO,
         rules=(
-            OptionRule(lambda c: not HAS_ROLLOUT_MESH.is_met(c) and all(
+            OptionRule(lambda c: not rule.HAS_ROLLOUT_MESH.is_met(c) and all(
                 getattr(c.mesh, axis) == 1
                 for axis in ("fsdp", "model", "stage", "context", "expert")),
                 "`mesh.data` is the only axis, also of decoding",
                 "sums over other axes depend on their sizes; leave config.mesh.fsdp, model, stage,"
                 " context and expert at 1, config.rollout.mesh.devices at 0, and "
                 "config.rollout.mesh.model unset"),
-            SEVERAL_TOKENS))
+            rule.SEVERAL_TOKENS))
     max_staleness: int = option(0,
         "updates by which sampling weights may be older than trained ones: 0, sample within each "
         "step; 1, sample the next batch while this one is scored; more, partial rollouts, whose "
         "unfinished responses continue under newer weights for at most this many steps",
         unit="steps", at_least=0, read_by=PPO,
         rules=(
-            DRAWN_ONCE,
+            rule.DRAWN_ONCE,
             OptionRule(lambda c: c.algorithm.rollout_is != "none",
                 "`algorithm.rollout_is` is token or sequence",
                 "the sampling weights are older than the weights that are trained; set "
                 "config.algorithm.rollout_is to 'token' or 'sequence'"),
-            SEVERAL_TOKENS))
+            rule.SEVERAL_TOKENS))
     partial_length: int | None = option(None,
         "tokens of each response that partial rollouts draw at a time; unset: an eighth of "
         "data.max_response_length",
@@ -297,16 +280,16 @@ class RolloutOptions(Sampling):
         "responses per prompt to learn from, of the n that are sampled; unset: all",
         unit="responses", at_least=1, read_by=PPO,
         rules=(
-            REWARDS_BY_RULE,
-            NEWEST_WEIGHTS,
+            rule.REWARDS_BY_RULE,
+            rule.NEWEST_WEIGHTS,
             OptionRule(lambda c: c.rollout.keep <= c.rollout.n, "it is at most `rollout.n`",
                 "expected at most config.rollout.n={c.rollout.n}"),
-            DRAWN_ONCE,
-            *compares_responses(lambda c: c.rollout.keep or c.rollout.n)))
+            rule.DRAWN_ONCE,
+            *rule.compares_responses(lambda c: c.rollout.keep or c.rollout.n)))
     keep_by: str = option("spread",
         "responses to keep: spread, those whose scores differ most (PODS); best, those with the "
         "highest",
-        choices=("spread", "best"), read_by=PPO, rules=(is_set("rollout.keep"),))
+        choices=("spread", "best"), read_by=PPO, rules=(rule.is_set("rollout.keep"),))
     multi_turn: MultiTurn = section(MultiTurn)
     mesh: RolloutMesh = section(RolloutMesh)
     val_kwargs: Sampling = section(Sampling)

@@ -10,6 +10,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from jax_ppo.config import option_rules as rule
 from jax_ppo.config.option import (
     ADVANTAGES,
     COMMANDS,
@@ -27,18 +28,6 @@ from jax_ppo.config.option import (
     redeclare,
     section,
     unread_unless,
-)
-from jax_ppo.config.option_rules import (
-    CRITIC_HAS_TRUNK,
-    EXPORTS,
-    HAS_CRITIC,
-    HAS_RESPONSES,
-    HAS_REWARD_MODEL,
-    HAS_REWARD_URL,
-    fills_alone,
-    is_set,
-    is_unset,
-    must_be_set,
 )
 from jax_ppo.config.parsing import Term, parse_date, parse_loggers, parse_terms, refuse_main
 from jax_ppo.config.rollout_options import RolloutOptions
@@ -70,7 +59,7 @@ class Data:
         "`calculations:COUNT`, `stories:COUNT`. Separate several with commas; `FILE[START:END]` "
         "takes some rows; `a.jsonl*0.7,b.csv*0.3` mixes sources in these shares",
         is_list=True, read_by=REPORTS,
-        rules=(must_be_set(lambda c: c.data.train_files or c.learns_from_files,
+        rules=(rule.must_be_set(lambda c: c.data.train_files or c.learns_from_files,
             "train", "critic", *SUPERVISED),))
     val_files: str = option("", "held-out data in the same notation; empty turns evaluation off",
         is_list=True, read_by=REPORTS)
@@ -79,10 +68,10 @@ class Data:
         "same ones with every `seed`, rows of one prompt together",
         at_least=0, below=1, read_by=REPORTS, fixed_on_resume=True,
         rules=(
-            is_unset("data.val_files",
+            rule.is_unset("data.val_files",
                 "config.data.val_files={c.data.val_files!r} is held out; set one of them to its "
                 "default"),
-            is_set("data.train_files", "needs config.data.train_files to take rows from")))
+            rule.is_set("data.train_files", "needs config.data.train_files to take rows from")))
     train_batch_size: int = option(64, "prompts per step", unit="prompts", at_least=1,
         read_by=LEARNING)
     val_batch_size: int = option(256, "prompts per batch of an evaluation",
@@ -155,17 +144,17 @@ class Reward:
         "a bearer token")
     url_model: str = option("",
         "name of the judging model, whose reply has the score as JSON or as its last number",
-        rules=(HAS_REWARD_URL,))
+        rules=(rule.HAS_REWARD_URL,))
     url_prompt: str = option(
         "Rate the response to the prompt from 0 to 10. End with the number.\n\n"
         "Prompt:\n{prompt}\n\nResponse:\n{response}",
         "prompt for the judging model; may also contain {ground_truth}",
-        rules=(HAS_REWARD_URL,))
+        rules=(rule.HAS_REWARD_URL,))
     url_timeout: float = option(15.0, "longest time for a call",
-        unit="seconds", above=0, rules=(HAS_REWARD_URL,))
+        unit="seconds", above=0, rules=(rule.HAS_REWARD_URL,))
     url_retries: int = option(3,
         "retries of a call that failed or was refused by the server (429, 5xx)",
-        at_least=0, rules=(HAS_REWARD_URL,))
+        at_least=0, rules=(rule.HAS_REWARD_URL,))
     fallback_score: float = option(0.0,
         "score of a sample whose rule raised an error or ran out of time")
     workers: int | None = option(None,
@@ -188,23 +177,24 @@ class Reward:
         fixed_on_resume=True)
     param_offload: bool = option(False,
         "keep the reward model in the host's memory when it does not compute",
-        rules=(HAS_REWARD_MODEL,))
+        rules=(rule.HAS_REWARD_MODEL,))
     model_input: str = option("auto",
         "input of the reward model: chat (in its chat template), pair (prompt and response), text "
         "(both joined); auto: pair for an encoder, else the sampled tokens if vocabulary and "
         "template are the actor's, else chat or text",
-        choices=("auto", "chat", "pair", "text"), fixed_on_resume=True, rules=(HAS_REWARD_MODEL,))
+        choices=("auto", "chat", "pair", "text"), fixed_on_resume=True,
+        rules=(rule.HAS_REWARD_MODEL,))
     max_length: int | None = option(None,
         "maximum input length of the reward model; longer prompts lose their start; unset: the "
         "one in its config.json",
-        unit="tokens", at_least=16, rules=(HAS_REWARD_MODEL,))
+        unit="tokens", at_least=16, rules=(rule.HAS_REWARD_MODEL,))
     micro_batch_size_per_device: int | None = option(None,
         "packed rows of the reward model that a device processes at once; auto: as for the actor",
-        unit="rows", at_least=1, is_automatic=True, rules=(HAS_REWARD_MODEL,))
+        unit="rows", at_least=1, is_automatic=True, rules=(rule.HAS_REWARD_MODEL,))
     score_position: str = option("auto",
         "token at which a decoder's score is read: auto, the last that is not its pad token, as "
         "in transformers; last_token, the last",
-        choices=("auto", "last_token"), fixed_on_resume=True, rules=(HAS_REWARD_MODEL,))
+        choices=("auto", "last_token"), fixed_on_resume=True, rules=(rule.HAS_REWARD_MODEL,))
     process_rewards: bool = option(False,
         "reward.function may return `step_rewards`, a list of (end of the step in characters, "
         "reward), neither normalized nor clipped",
@@ -249,16 +239,16 @@ class Score:
         "JSONL, Parquet, JSON or CSV file of prompts and responses, such as those in a run's "
         "rollouts/; a pattern with `*`; or that folder, for its responses of training. Empty: "
         "jax_ppo.critic samples",
-        rules=(must_be_set(lambda c: c.score.file, "score"),))
+        rules=(rule.must_be_set(lambda c: c.score.file, "score"),))
     response_key: str = option("",
         "column of the response, or its name in extra_info; empty: recognized by name (chosen, a "
         "chat's last message, completion, response, output, solution, answer)",
-        rules=(HAS_RESPONSES,))
+        rules=(rule.HAS_RESPONSES,))
     reward_key: str = option("",
         "column of the rewards, such as score in rollouts/; empty: the rules and the reward model "
         "of config.reward",
         rules=(
-            HAS_RESPONSES,
+            rule.HAS_RESPONSES,
             OptionRule(lambda c: not (c.learns_from_files and c.reward.model_path), "",
                 "the rows contain rewards; unset config.reward.model_path, or unset this to use "
                 "the reward model")))
@@ -315,9 +305,9 @@ class MeshShape:
         unit="devices", at_least=-1, not_zero=True)
     fsdp: int = option(1,
         "devices that share one copy of parameters and optimizer state; -1 as for data",
-        unit="devices", at_least=-1, not_zero=True, rules=(fills_alone("fsdp"),))
+        unit="devices", at_least=-1, not_zero=True, rules=(rule.fills_alone("fsdp"),))
     model: int = option(1, "devices that split each matrix (tensor parallelism); -1 as for data",
-        unit="devices", at_least=-1, not_zero=True, rules=(fills_alone("model"),))
+        unit="devices", at_least=-1, not_zero=True, rules=(rule.fills_alone("model"),))
     stage: int = option(1,
         "stages of the layers (pipeline parallelism); in decoding they act like data",
         unit="devices", at_least=1)
@@ -357,16 +347,16 @@ class Trainer:
     """Duration, evaluation, checkpoints and logs of a run."""
 
     total_epochs: int = option(1, "passes over the training data",
-        unit="epochs", at_least=1, rules=(is_unset("trainer.total_training_steps"),))
+        unit="epochs", at_least=1, rules=(rule.is_unset("trainer.total_training_steps"),))
     total_training_steps: int | None = option(None,
         "number of steps; unset: determined by total_epochs",
         unit="steps", at_least=1)
     critic_warmup: int = option(0, "number of first steps that train only the critic",
-        unit="steps", at_least=0, read_by=POLICY, rules=(HAS_CRITIC, CRITIC_HAS_TRUNK))
+        unit="steps", at_least=0, read_by=POLICY, rules=(rule.HAS_CRITIC, rule.CRITIC_HAS_TRUNK))
     critic_only: bool = option(False,
         "train the critic alone, on the responses of an unchanged actor; jax_ppo.critic turns it "
         "on",
-        read_by=PPO, fixed_on_resume=True, rules=(HAS_CRITIC, CRITIC_HAS_TRUNK))
+        read_by=PPO, fixed_on_resume=True, rules=(rule.HAS_CRITIC, rule.CRITIC_HAS_TRUNK))
     test_freq: int = option(10, "steps between evaluations; 0: only the last step; -1: never",
         unit="steps", at_least=-1)
     val_before_train: bool = option(True, "evaluate before the first step")
@@ -393,14 +383,14 @@ class Trainer:
                 "`trainer.test_freq` are not -1",
                 "the best of the steps that are evaluated and saved needs config.data.val_files "
                 "or val_fraction, and config.trainer.save_freq and test_freq of 0 or more"),
-            EXPORTS))
+            rule.EXPORTS))
     export_critic: bool = option(True,
         "also write the critic to WORKDIR/critic, for critic.path and as a token classifier of "
         "transformers; adapters in PEFT's format",
-        read_by=PPO, rules=(EXPORTS, unread_unless(HAS_CRITIC)))
+        read_by=PPO, rules=(rule.EXPORTS, unread_unless(rule.HAS_CRITIC)))
     export_dtype: str = option("float32",
         "type of the weights in the exported folder; adapters are always float32",
-        choices=("bfloat16", "float32"), rules=(EXPORTS,))
+        choices=("bfloat16", "float32"), rules=(rule.EXPORTS,))
     warn_entropy_below: float = option(0.005,
         "warn when the mean entropy falls below this; 0: never",
         unit="nats per token", at_least=0, read_by=PPO)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from jax_ppo.config import option_rules as rule
 from jax_ppo.config.option import (
     ADVANTAGES,
     LEARNING,
@@ -14,28 +15,6 @@ from jax_ppo.config.option import (
     redeclare,
     section,
     unread_unless,
-)
-from jax_ppo.config.option_rules import (
-    CRITIC_HAS_TRUNK,
-    CRITIC_IS_SEPARATE,
-    DRAWN_ONCE,
-    DRAWN_WITHIN_STEP,
-    FILTERS_GROUPS,
-    HAS_ADAPTERS,
-    HAS_CRITIC,
-    HAS_IMPORTANCE_WEIGHTS,
-    HAS_TEACHER,
-    NEWEST_WEIGHTS,
-    REWARDS_BY_RULE,
-    SEQUENCES_ARE_WHOLE,
-    TRAINS_ADAPTERS,
-    USES_REFERENCE,
-    VALUES_TOKENS,
-    engine_is_built_in,
-    estimator_reads,
-    is_set,
-    must_be_set,
-    option_is,
 )
 from jax_ppo.config.parsing import LORA_TARGETS, parse_lora_targets
 from jax_ppo.registries import (
@@ -61,17 +40,17 @@ class LoraOptions:
     rank: int = option(0,
         "rank of the adapters that actor and critic train on one frozen base, which is also the "
         "reference; 0: train all parameters",
-        at_least=0, rules=(TRAINS_ADAPTERS,))
+        at_least=0, rules=(rule.TRAINS_ADAPTERS,))
     alpha: float = option(16.0, "the adapters' product is scaled by alpha / rank",
-        above=0, rules=(HAS_ADAPTERS,))
+        above=0, rules=(rule.HAS_ADAPTERS,))
     targets: str = option("all-linear",
         f"projections with adapters, separated by commas: {', '.join(LORA_TARGETS)}; or all-linear",
-        is_list=True, parse=parse_lora_targets, rules=(HAS_ADAPTERS,))
+        is_list=True, parse=parse_lora_targets, rules=(rule.HAS_ADAPTERS,))
     path: str = option("",
         "folder or hub name of adapters in PEFT's format to start from, with their rank, alpha "
         "and targets",
         rules=(
-            TRAINS_ADAPTERS,
+            rule.TRAINS_ADAPTERS,
             OptionRule(lambda c: c.model.lora == LoraOptions(path=c.model.lora.path),
                 "the other options of `model.lora` are unset",
                 "determines rank, alpha and targets; leave config.model.lora.rank, alpha and "
@@ -86,8 +65,8 @@ class Model:
         "Hugging Face folder or hub name, OWNER/NAME or OWNER/NAME@REVISION; empty: the package's "
         "small model, which solves problems of `arithmetic`",
         rules=(
-            must_be_set(lambda c: c.model.path, "score", *SUPERVISED),
-            must_be_set(lambda c: c.model.path or not c.learns_from_files),
+            rule.must_be_set(lambda c: c.model.path, "score", *SUPERVISED),
+            rule.must_be_set(lambda c: c.model.path or not c.learns_from_files),
             OptionRule(lambda c: c.model.path or c.data.train_files.startswith("arithmetic:"), "",
                 "must be set to a Hugging Face folder or hub name; the small model solves only the "
                 "problems of `arithmetic`", at_default=True)))
@@ -104,7 +83,7 @@ class Model:
         "activations kept for the backward pass besides a layer's input: full, none; attention, "
         "attention's output; dots, all matrix products (most memory, least time)",
         choices=("full", "attention", "dots"), fixed_on_resume=False, read_by=LEARNING,
-        rules=(option_is("model.gradient_checkpointing", True),))
+        rules=(rule.option_is("model.gradient_checkpointing", True),))
     attention: str = option("auto",
         "attention for whole sequences: xla, everywhere; cudnn, NVIDIA GPUs in bfloat16; splash, "
         "TPUs if packing.row_length is unset or a multiple of 128; auto: the platform's kernel "
@@ -160,9 +139,9 @@ class RouterReplay:
         "replay); disabled: each pass selects experts anew",
         choices=("disabled", "R3"),
         rules=(
-            engine_is_built_in("does not record it; use the built-in engine"),
-            DRAWN_WITHIN_STEP,
-            DRAWN_ONCE))
+            rule.engine_is_built_in("does not record it; use the built-in engine"),
+            rule.DRAWN_WITHIN_STEP,
+            rule.DRAWN_ONCE))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,9 +185,9 @@ class Actor:
     entropy_coeff: float = option(0.0, "weight of the entropy bonus", at_least=0)
     router_aux_loss_coef: float = option(0.0,
         "weight of the load-balancing loss of a mixture of experts",
-        at_least=0, rules=(SEQUENCES_ARE_WHOLE,))
+        at_least=0, rules=(rule.SEQUENCES_ARE_WHOLE,))
     use_kl_loss: bool = option(False, "add the KL to the reference to the actor's loss",
-        rules=(USES_REFERENCE,))
+        rules=(rule.USES_REFERENCE,))
     kl_loss_coef: float = option(0.001, "weight of the KL in the loss", at_least=0)
     kl_loss_type: str = option("k3",
         "estimator of the KL in the loss, where k1 does not restrain the policy; or a function of "
@@ -238,7 +217,7 @@ class Reference:
         "folder or hub name of the reference, with the actor's architecture, or with model.lora "
         "of adapters in PEFT's format; empty: the policy that the run starts from, without "
         "adapters",
-        fixed_on_resume=True, rules=(USES_REFERENCE,))
+        fixed_on_resume=True, rules=(rule.USES_REFERENCE,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,7 +233,7 @@ class Teacher:
         "rewards from the teacher",
         at_least=0,
         rules=(
-            HAS_TEACHER,
+            rule.HAS_TEACHER,
             OptionRule(lambda c: c.teacher.reward_coef or c.teacher.loss_coef,
                 "it or `teacher.loss_coef` is more than 0",
                 "expected more than 0, or a config.teacher.loss_coef above 0; otherwise nothing "
@@ -262,13 +241,13 @@ class Teacher:
     loss_coef: float = option(0.0,
         "add this times KL(actor || teacher) over the vocabulary to the actor's loss: a pass of "
         "the teacher per micro-batch",
-        at_least=0, read_by=POLICY, rules=(HAS_TEACHER,))
+        at_least=0, read_by=POLICY, rules=(rule.HAS_TEACHER,))
     use_task_rewards: bool = option(True,
         "also learn from the rewards of rules and reward model; off: they are only reported",
-        rules=(HAS_TEACHER,))
+        rules=(rule.HAS_TEACHER,))
     param_offload: bool = option(False,
         "keep the teacher in the host's memory when it does not compute",
-        rules=(HAS_TEACHER,))
+        rules=(rule.HAS_TEACHER,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,37 +257,37 @@ class Critic:
     path: str = option("",
         "folder or hub name of the critic's first weights (with model.lora, adapters in PEFT's "
         "format); empty: model.path",
-        fixed_on_resume=True, read_by=ADVANTAGES, rules=(HAS_CRITIC, CRITIC_HAS_TRUNK))
+        fixed_on_resume=True, read_by=ADVANTAGES, rules=(rule.HAS_CRITIC, rule.CRITIC_HAS_TRUNK))
     keep_head: bool | None = option(None,
         "start with the scalar head in critic.path, such as a reward model's; off: with zeros; "
         "unset: on if a run exported critic.path as a critic",
         fixed_on_resume=False, read_by=ADVANTAGES,
         rules=(
-            HAS_CRITIC,
-            CRITIC_HAS_TRUNK,
-            is_set("critic.path", "needs a config.critic.path that has a head"),
-            dataclasses.replace(HAS_CRITIC, message="", first_step_only=True)))
+            rule.HAS_CRITIC,
+            rule.CRITIC_HAS_TRUNK,
+            rule.is_set("critic.path", "needs a config.critic.path that has a head"),
+            dataclasses.replace(rule.HAS_CRITIC, message="", first_step_only=True)))
     shared_trunk: bool = option(False,
         "make the critic a scalar head on the actor's trunk: one pass serves both losses; the "
         "head uses actor.optim and stops with actor.target_kl",
-        fixed_on_resume=True, rules=(HAS_CRITIC,))
+        fixed_on_resume=True, rules=(rule.HAS_CRITIC,))
     optim: CriticOptim = section(CriticOptim,
-        rules=(CRITIC_IS_SEPARATE,))
+        rules=(rule.CRITIC_IS_SEPARATE,))
     grad_clip: float = redeclare(Actor, "grad_clip",
-        rules=(CRITIC_IS_SEPARATE,))
+        rules=(rule.CRITIC_IS_SEPARATE,))
     optimizer_offload: bool = option(False, "as the actor's",
-        rules=(CRITIC_IS_SEPARATE,))
+        rules=(rule.CRITIC_IS_SEPARATE,))
     param_offload: bool = option(False,
         "keep the critic's parameters in the host's memory when it does not compute",
-        read_by=ADVANTAGES, rules=(CRITIC_IS_SEPARATE,))
+        read_by=ADVANTAGES, rules=(rule.CRITIC_IS_SEPARATE,))
     ppo_mini_batch_size: int | None = option(None, "as the actor's; unset: the actor's",
-        unit="prompts", at_least=1, rules=(CRITIC_HAS_TRUNK, unread_unless(HAS_CRITIC)))
+        unit="prompts", at_least=1, rules=(rule.CRITIC_HAS_TRUNK, unread_unless(rule.HAS_CRITIC)))
     ppo_micro_batch_size_per_device: int | None = option(None, "as the actor's; auto: the actor's",
-        unit="rows", at_least=1, is_automatic=True, rules=(CRITIC_HAS_TRUNK,))
+        unit="rows", at_least=1, is_automatic=True, rules=(rule.CRITIC_HAS_TRUNK,))
     ppo_epochs: int | None = option(None, "as the actor's; unset: the actor's",
-        at_least=1, rules=(CRITIC_HAS_TRUNK, unread_unless(HAS_CRITIC)))
+        at_least=1, rules=(rule.CRITIC_HAS_TRUNK, unread_unless(rule.HAS_CRITIC)))
     loss_agg_mode: str | None = option(None, "as the actor's; unset: the actor's",
-        choices=tuple(AGGREGATIONS), rules=(CRITIC_HAS_TRUNK,))
+        choices=tuple(AGGREGATIONS), rules=(rule.CRITIC_HAS_TRUNK,))
     cliprange_value: float | None = option(0.5,
         "how far a new value may move from the old one in the loss; 0: no limit",
         at_least=0)
@@ -316,11 +295,11 @@ class Critic:
         "weight of the value loss; also scales the reported loss and gradient norm",
         above=0)
     router_aux_loss_coef: float = option(0.0, "as the actor's",
-        at_least=0, rules=(CRITIC_IS_SEPARATE, SEQUENCES_ARE_WHOLE))
+        at_least=0, rules=(rule.CRITIC_IS_SEPARATE, rule.SEQUENCES_ARE_WHOLE))
     normalize_values: bool = option(False,
         "train the critic on returns normalized by their running mean and deviation; "
         "cliprange_value then counts in standard deviations",
-        fixed_on_resume=True, read_by=ADVANTAGES, rules=(HAS_CRITIC,))
+        fixed_on_resume=True, read_by=ADVANTAGES, rules=(rule.HAS_CRITIC,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,7 +309,7 @@ class KLControl:
     type: str = option("fixed",
         "how the coefficient changes: fixed, not at all; adaptive, towards target_kl",
         choices=tuple(KL_CONTROLLERS),
-        rules=(option_is("algorithm.use_kl_in_reward", True,
+        rules=(rule.option_is("algorithm.use_kl_in_reward", True,
             "changes the coefficient of the KL in the reward; set "
             "config.algorithm.use_kl_in_reward=True"),))
     kl_coef: float = option(0.001,
@@ -361,17 +340,17 @@ class FilterGroups:
 
     enable: bool = option(False,
         "replace prompts whose responses all earned the same reward by further prompts",
-        rules=(REWARDS_BY_RULE, NEWEST_WEIGHTS, DRAWN_ONCE))
+        rules=(rule.REWARDS_BY_RULE, rule.NEWEST_WEIGHTS, rule.DRAWN_ONCE))
     metric: str = option("score",
         "figure that must differ within a prompt: score, the reward of the rules; accuracy, "
         "correct or not",
         choices=("score", "accuracy"),
         aliases={"acc": "accuracy", "seq_reward": "score", "seq_final_reward": "score"},
-        rules=(FILTERS_GROUPS,))
+        rules=(rule.FILTERS_GROUPS,))
     max_num_gen_batches: int = option(10,
         "maximum batches of train_batch_size prompts that a step samples; prompts with equal "
         "rewards then fill the rest",
-        unit="batches", at_least=1, rules=(FILTERS_GROUPS,))
+        unit="batches", at_least=1, rules=(rule.FILTERS_GROUPS,))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -383,28 +362,31 @@ class Algorithm:
         "(ppo/advantages.py)",
         choices=tuple(ADVANTAGE_ESTIMATORS), is_plugin=True, fixed_on_resume=True)
     gamma: float = option(1.0, "discount per token",
-        at_least=0, at_most=1, rules=(estimator_reads("gamma"),))
+        at_least=0, at_most=1, rules=(rule.estimator_reads("gamma"),))
     lam: float = option(1.0, "GAE's lambda, per token",
-        at_least=0, at_most=1, rules=(estimator_reads("lam"),))
+        at_least=0, at_most=1, rules=(rule.estimator_reads("lam"),))
     turn_gamma: float = option(1.0, "discount per turn of a dialogue",
-        at_least=0, at_most=1, rules=(estimator_reads("turn_gamma"),))
+        at_least=0, at_most=1, rules=(rule.estimator_reads("turn_gamma"),))
     turn_lam: float = option(1.0, "GAE's lambda, per turn of a dialogue",
-        at_least=0, at_most=1, rules=(estimator_reads("turn_lam"),))
+        at_least=0, at_most=1, rules=(rule.estimator_reads("turn_lam"),))
     critic_lam: float | None = option(None,
         "lambda of the critic's returns, per token and per turn; unset: lam and turn_lam",
-        at_least=0, at_most=1, rules=(unread_unless(HAS_CRITIC),))
+        at_least=0, at_most=1, rules=(unread_unless(rule.HAS_CRITIC),))
     lam_length_alpha: float | None = option(None,
         "lambda of advantages is 1 - 1 / (this x response length), 0.05 in VAPO; unset: lam",
-        above=0, rules=(estimator_reads("lam"),))
+        above=0, rules=(rule.estimator_reads("lam"),))
     bootstrap_truncated: bool = option(False,
         "a response that was cut off ends with the critic's value, not with 0",
-        rules=(HAS_CRITIC, VALUES_TOKENS, option_is("algorithm.mask_truncated", False)))
+        rules=(
+            rule.HAS_CRITIC,
+            rule.VALUES_TOKENS,
+            rule.option_is("algorithm.mask_truncated", False)))
     mask_truncated: bool = option(False,
         "exclude responses that were cut off from the losses, but not from baselines, whitened "
         "rewards and running moments")
     norm_adv_by_std_in_grpo: bool = option(True,
         "divide GRPO's advantages by the standard deviation of a prompt's rewards; off: Dr. GRPO",
-        rules=(estimator_reads("norm_adv_by_std_in_grpo"),))
+        rules=(rule.estimator_reads("norm_adv_by_std_in_grpo"),))
     whiten_rewards: bool = option(False,
         "scale token rewards to variance 1 over the rollout, keeping their mean")
     whiten_advantages: bool | None = option(None,
@@ -412,7 +394,7 @@ class Algorithm:
         f"{', '.join(ADVANTAGE_ESTIMATORS.names(lambda entry: entry.whitens))}")
     use_kl_in_reward: bool = option(False,
         "subtract the KL to the reference, times kl_ctrl's coefficient, from each token's reward",
-        rules=(USES_REFERENCE,))
+        rules=(rule.USES_REFERENCE,))
     use_reference: bool = option(True,
         "measure the KL to a frozen reference: reference.path, or the first policy, without "
         "adapters")
@@ -432,11 +414,11 @@ class Algorithm:
     rollout_is: str = option("none",
         "importance weights of the policy loss, for samples of older weights "
         "(rollout.max_staleness) or the sampler's rounding",
-        choices=tuple(IMPORTANCE_WEIGHTS), read_by=POLICY, rules=(DRAWN_ONCE,))
+        choices=tuple(IMPORTANCE_WEIGHTS), read_by=POLICY, rules=(rule.DRAWN_ONCE,))
     rollout_is_threshold: float = option(2.0, "upper bound of importance weights",
-        at_least=1, read_by=POLICY, rules=(HAS_IMPORTANCE_WEIGHTS,))
+        at_least=1, read_by=POLICY, rules=(rule.HAS_IMPORTANCE_WEIGHTS,))
     rollout_is_lower: float = option(0.0, "lower bound of importance weights",
-        at_least=0, below=1, read_by=POLICY, rules=(HAS_IMPORTANCE_WEIGHTS,))
+        at_least=0, below=1, read_by=POLICY, rules=(rule.HAS_IMPORTANCE_WEIGHTS,))
     rollout_is_masks: bool = option(False,
         "weights outside the bounds become 0, as in IcePop; off: they are truncated to the bounds",
-        read_by=POLICY, rules=(HAS_IMPORTANCE_WEIGHTS,))
+        read_by=POLICY, rules=(rule.HAS_IMPORTANCE_WEIGHTS,))
