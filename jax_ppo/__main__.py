@@ -47,10 +47,6 @@ def main(arguments: list[str] | None = None) -> None:
         print(USAGE.format(version=jax_ppo.__version__, program=program, commands=commands))
     elif command == "--version":
         print(jax_ppo.__version__)
-    elif command == "config":
-        from jax_ppo.config import reference
-
-        reference.main(options)
     elif command in COMMANDS:
         importlib.import_module(f"jax_ppo.{command}").main([command, *options])
     else:

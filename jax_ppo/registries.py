@@ -133,8 +133,7 @@ class AdvantageEstimator(Entry):
     reads_turns: bool = _need("dialogues: a response without an environment is one turn")
     values_turns: bool = False  # the critic learns, and it uses, only values where turns start
     needs_groups: bool = _need("several responses per prompt")
-    # Advantages are whitened over the rollout unless `algorithm.whiten_advantages` is set.
-    whitens: bool = False
+    whitens: bool = False  # over the rollout, unless `algorithm.whiten_advantages` is set
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,8 +180,7 @@ class Aggregation(Entry):
 class KLController(Entry):
     """A function (options, coefficient, measured KL, samples of the step) -> next coefficient."""
 
-    # The coefficient depends on the measured KL; a resumed run continues with its last value.
-    adapts: bool = False
+    adapts: bool = False  # to the measured KL; a resumed run continues with the last value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,8 +191,7 @@ class RolloutEngineEntry(Entry):
     JAX, also with `options` (the section `rollout`), `folder` (the actor's) and `max_length`.
     """
 
-    # It gets the weights as files, and rounds differently from the trainer.
-    is_external: bool = False
+    is_external: bool = False  # it gets weights as files, and rounds differently from the trainer
     is_server: bool = False  # it is another program, which is called over HTTP
 
 

@@ -38,8 +38,7 @@ def pytree(cls: type[_Class]) -> type[_Class]:
 class Example:
     """One row of a data set, on the host."""
 
-    # The text, or a tuple of {"role", "content"} messages if it is a chat.
-    prompt: str | tuple[dict[str, str], ...]
+    prompt: str | tuple[dict[str, str], ...]  # a text, or the {"role", "content"} of a chat
     data_source: str  # selects the rule that scores responses ("openai/gsm8k", "arithmetic", ...)
     ground_truth: str = ""  # the reference answer of the rule; "" if the rule needs none
     # Further columns of the row, passed to the reward function unchanged.
@@ -129,8 +128,7 @@ PackedRows = tuple[Packing, Array]
 class MiniBatches:
     """The optimizer steps of a role on one rollout, in order: U = epochs x mini-batches."""
 
-    # The rows of each mini-batch, in A micro-batches of R rows.
-    packing: Packing  # [U, A, R, L]
+    packing: Packing  # [U, A, R, L]: of each mini-batch, A micro-batches of R rows
     counts: Int32[Array, " U"]  # number of the A micro-batches that are not empty
     members: Bool[Array, "U B"]  # the samples of each mini-batch
 
@@ -154,15 +152,13 @@ class Experience:
     old_logprobs: Float32[Array, "B T"]
     # Log-probs of the frozen reference at the same temperature; `None` without a reference.
     ref_logprobs: Float32[Array, "B T"] | None
-    # The critic's output for the state before each token; `None` without a critic.
-    values: Float32[Array, "B T"] | None
+    values: Float32[Array, "B T"] | None  # the critic's, before each token; `None` without one
     # The reward of each token, after shaping and with the penalties that are part of it.
     rewards: Float32[Array, "B T"]
     advantages: Float32[Array, "B T"]  # whitened if configured
     # Raw advantages + values, the critic's targets, normalized if its values are.
     returns: Float32[Array, "B T"] | None
-    # The tokens whose values the critic learns; `None` for all that the policy chose.
-    value_mask: Bool[Array, "B T"] | None
+    value_mask: Bool[Array, "B T"] | None  # tokens whose values the critic learns; `None`: actions
     # Weights of the policy loss for tokens that another policy sampled; `None`: all 1.
     importance: Float32[Array, "B T"] | None
     control: Control  # for the coming step

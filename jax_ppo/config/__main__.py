@@ -2,7 +2,7 @@
 
 import sys
 
-from jax_ppo.config import reference
+from jax_ppo.config import main
 
 if __name__ == "__main__":
-    reference.main(sys.argv[1:])
+    main(sys.argv)

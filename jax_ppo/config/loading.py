@@ -200,7 +200,6 @@ def from_config_dict(
     config: "ml_collections.ConfigDict | Mapping[str, Any]", command: str = "train"
 ) -> Config:
     """Freeze options, missing ones with their defaults; raise `UserError` unless all are valid."""
-    # First each option by itself, then the options against each other.
     frozen = _build_section(Config, config, "")
     if command == "critic":
         frozen = replace_options(frozen, {"trainer.critic_only": True})
@@ -292,7 +291,6 @@ def _build_section(cls: type, values: Any, prefix: str) -> Any:
 def _validate_value(name: str, value: Any, annotation: Any, facts: Facts) -> Any:
     expected = strip_none(annotation)
     if facts.is_list:
-        # A list of texts, or the items of a text in brackets, are joined with commas.
         items = parsing.split_items(value) if parsing.is_bracketed(value) else value
         if isinstance(items, list | tuple) and all(isinstance(item, str) for item in items):
             value = ",".join(items)
@@ -307,7 +305,6 @@ def _validate_value(name: str, value: Any, annotation: Any, facts: Facts) -> Any
     if expected is float and isinstance(value, int) and not isinstance(value, bool):
         # An integer beyond the range of floats becomes infinity, which is rejected below.
         value = float(value) if abs(value) <= FLOAT32_MAX else math.inf
-    # Names that other programs use for a choice become the name used here.
     if isinstance(value, str):
         value = facts.aliases.get(value, value)
     # bool is a subclass of int, but True is not a number of prompts.

@@ -35,10 +35,10 @@ A line above a table holds for the options in it, except where a row says otherw
 
 
 def main(arguments: list[str]) -> None:
-    """Print the list of options or, with `--markdown`, the reference page."""
-    if arguments == ["--markdown"]:
+    """Print the options or, with `--markdown`, docs/options.md; `arguments` are `sys.argv`."""
+    if arguments[1:] == ["--markdown"]:
         print(options_markdown(), end="")
-    elif not arguments:
+    elif not arguments[1:]:
         print_options()
     else:
         sys.exit("usage: python -m jax_ppo.config [--markdown]")
@@ -110,8 +110,7 @@ def _sections() -> Iterator[str]:
 def _default(option: Option) -> str:
     if option.default is None:
         return "auto" if option.facts.is_automatic else "unset"
-    # A row of a table is one line.
-    text = str(option.default).replace("\n", "\\n")
+    text = str(option.default).replace("\n", "\\n")  # a row of a table is one line
     return f"`{text}`" if text else "empty"
 
 

@@ -13,7 +13,7 @@ import difflib
 import functools
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +60,10 @@ class DataOptions:
     names: list[str]  # the options with files or names on the Hugging Face hub, separated by commas
     splits: list[str]  # the options with the split
     default_split: str = "train"  # the split if none of these is given
-    # The options with the name of a part of the data set.
-    subsets: list[str] = dataclasses.field(default_factory=list)
-    # The options with the weights of several data sets.
-    weights: list[str] = dataclasses.field(default_factory=list)
+    subsets: Sequence[str] = ()  # the options with the name of a part of the data set
+    weights: Sequence[str] = ()  # the options with the weights of several data sets
     # Without any of these options the data are not read; empty: they always are.
-    only_with: list[str] = dataclasses.field(default_factory=list)
+    only_with: Sequence[str] = ()
 
 
 @dataclasses.dataclass(frozen=True)

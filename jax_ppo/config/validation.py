@@ -21,12 +21,10 @@ def validate_config(config: Config, command: str) -> None:
     readers = {command} if command in SUPERVISED else {command, "train"}
     for option in all_options():
         value = option_value(config, option.name)
+        is_read = not readers.isdisjoint(option.read_by)
         for rule in option.facts.rules:
-            applies = command in rule.commands or (
-                not rule.commands and not readers.isdisjoint(option.read_by)
-            )
-            if value == option.default and not rule.at_default:
-                applies = False
+            applies = command in rule.commands if rule.commands else is_read
+            applies &= rule.at_default or value != option.default
             if applies and rule.message and not rule.is_met(config):
                 # Leave out what an empty value means to other commands.
                 meaning = option.facts.doc.partition("; empty")[0]

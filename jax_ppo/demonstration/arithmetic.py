@@ -136,11 +136,9 @@ def generate_sum_examples(count: int, split: str = "train", seed: int = 0) -> li
         for a, b in itertools.product(range(10, 100), repeat=2)
         if (zlib.crc32(bytes((a, b))) % 10 == 0) == (split == "heldout")
     ]
-    draws = np.random.default_rng([_SUM_STREAM, split == "heldout"]).integers(
-        len(pairs), size=count
-    )
+    rng = np.random.default_rng([_SUM_STREAM, split == "heldout"])
     examples = []
-    for draw in draws:
+    for draw in rng.integers(len(pairs), size=count):
         first, second = pairs[draw]
         question = f"What is {first} + {second}? Answer with the number only."
         prompt = ({"role": "user", "content": question},)

@@ -70,11 +70,9 @@ class Translation:
 def _quote_for_shell(value: str) -> str:
     """Quote a value; variables stay variables, and everything else is text that never runs."""
     # Splitting by a group yields texts and variables in turn.
-    parts = VARIABLE.split(value)
-    texts = [shlex.quote(text) if text else "" for text in parts[::2]]
-    variables = [f'"{variable}"' for variable in parts[1::2]]
-    pairs = itertools.zip_longest(texts, variables, fillvalue="")
-    return "".join(itertools.chain.from_iterable(pairs)) or "''"
+    parts = enumerate(VARIABLE.split(value))
+    quoted = [f'"{part}"' if i % 2 else shlex.quote(part) for i, part in parts if part]
+    return "".join(quoted) or "''"
 
 
 def translate(framework: str, text: str) -> Translation:
