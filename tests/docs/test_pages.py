@@ -242,3 +242,37 @@ def test_the_number_of_exhibits_is_the_museums():
     row = "bugs reported against other libraries, each with a test here"
     assert f"| {row} | {published} |" in readme
     assert f"lists {published} published bugs of such programs and {mutations} mutations" in page
+
+
+def table_cells(text: str, columns: list[str]) -> dict[tuple[str, str], str]:
+    """Return the cells of tables by row label and first word of a column's head."""
+    cells, head = {}, [""]
+    for line in text.splitlines():
+        row = [cell.strip() for cell in line.strip().removesuffix("|").split("|")[1:]]
+        if row and row[0] == "":
+            head = [cell.partition(" ")[0] for cell in row]
+        label = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", row[0]) if row else ""
+        cells |= {
+            (label, name): cell
+            for name, cell in zip(head, row, strict=False)
+            if name in columns and label and set(label) != {"-"}
+        }
+    return cells
+
+
+def test_each_cell_about_another_library_has_its_source():
+    """And a blank or undecided cell has none."""
+    libraries = ["verl", "NeMo-RL", "OpenRLHF", "tunix", "EasyDeL", "TRL"]
+    readme = (doc_pages.ROOT / "README.md").read_text()
+    readme = readme.partition("## What it can do")[2].partition("\n## ")[0]
+    page = (doc_pages.ROOT / "docs" / "development" / "rivals.md").read_text()
+    claims, sources = (table_cells(text, libraries) for text in (readme, page))
+    for name in libraries:
+        version = re.search(rf"\| {name} (\S+) ", readme)[1]
+        assert re.search(rf"\b{name}\b[^|]*?\bv?{re.escape(version)}\b", page), name
+    assert len({column for _, column in claims}) == len(libraries)
+    assert set(sources) <= set(claims)
+    for place, claim in claims.items():
+        source = sources.get(place, "")
+        decided = re.match(r"`[\w/.-]+:\d+`", source) is not None
+        assert decided == (claim not in ("", "?")) and (source == "?") == (claim == "?"), place
