@@ -76,27 +76,23 @@ def _parse_text(text: str, location: str, prompt_key: str) -> Any:
 
 def _resembles_message(value: Any) -> bool:
     """Return whether a value of JSON is a message, rather than other data with a role or sender."""
-    names = _keys(value)
-    if "role" in names:
-        return isinstance(value["role"], str) and not names.isdisjoint(("content", "tool_calls"))
-    return {"from", "value"} <= names
-
-
-def _keys(value: Any) -> set[str]:
-    return set(value) if isinstance(value, dict) else set()
+    if not isinstance(value, dict):
+        return False
+    if "role" in value:
+        return isinstance(value["role"], str) and ("content" in value or "tool_calls" in value)
+    return {"from", "value"} <= value.keys()
 
 
 def _parse_message(message: Any, location: str, name: str) -> dict[str, Any]:
-    if {"from", "value"} <= _keys(message) and "role" not in message:
-        role = _ROLES.get(str(message["from"]).lower())
-        if role is None:
-            raise UserError(
-                f"{location}: {name} has a message from {quote_cell(message['from'])}; expected "
-                f"one of {', '.join(_ROLES)}"
-            )
-        message = {"role": role, "content": message["value"]}
     is_text = False
     if isinstance(message, dict):
+        if {"from", "value"} <= message.keys() and "role" not in message:
+            if str(message["from"]).lower() not in _ROLES:
+                raise UserError(
+                    f"{location}: {name} has a message from {quote_cell(message['from'])}; "
+                    f"expected one of {', '.join(_ROLES)}"
+                )
+            message = {"role": str(message["from"]), "content": message["value"]}
         message = drop_missing(message)
         content = message.get("content")
         role = message.get("role")

@@ -64,7 +64,6 @@ LocatedRows = Iterator[tuple[str, dict[str, Any]]]
 # At most six digits on each side of the point.
 _WEIGHT = re.compile(r"(.+)\*(\d{1,6}(?:\.\d{0,6})?|\.\d{1,6})")
 _SLICE = re.compile(r"(.*)\[(\d{0,18}):(\d{0,18})\]")
-_TFDS_DEFAULT_FOLDER = "~/tensorflow_datasets"
 
 
 def read_examples(
@@ -86,7 +85,7 @@ def read_examples(
         raise UserError(f"{option}={spec!r}: expected {FORMS}")
     examples: list[Example] = []
     for number, source in enumerate(sources):
-        loaded = _load_source(source, columns, instruction, seed, option)
+        loaded = _load_source(source, columns or Columns(), instruction, seed, option)
         examples += [dataclasses.replace(example, source=number) for example in loaded]
     return examples
 
@@ -151,7 +150,7 @@ def _split_weights(spec: str) -> list[tuple[str, float | None]]:
 
 
 def _load_source(
-    source: str, columns: Columns | None, instruction: str, seed: int, option: str
+    source: str, columns: Columns, instruction: str, seed: int, option: str
 ) -> list[Example]:
     scheme, colon, arguments = source.partition(":")
     if colon and scheme in GENERATORS:
@@ -167,7 +166,6 @@ def _load_source(
         located_rows = _read_file_rows(source, option)
     examples = []
     layouts: dict[tuple[str, ...], None] = {}  # the columns with values, of each kind of row
-    columns = columns or Columns()
     unwanted = 0
     for location, row in located_rows:
         example = row_formats.parse_row(row, location, columns=columns, instruction=instruction)
@@ -300,15 +298,17 @@ def _to_plain_python(value: Any) -> Any:
 
 
 def _open_tfds_source(name: str, split: str, option: str) -> Any:
+    setting = f"{option}='tfds:{name}/{split}'"
     try:
         import tensorflow_datasets as tfds
     except ImportError as error:
         raise UserError(
-            f"{option}='tfds:{name}/{split}': needs the package tensorflow-datasets ({error}); "
+            f"{setting}: needs the package tensorflow-datasets ({error}); "
             "`pip install tensorflow-datasets array_record importlib_resources`"
         ) from error
     # TFDS itself reads this variable only when it is imported.
     folder = os.environ.get("TFDS_DATA_DIR")
+    place = f"under {folder or '~/tensorflow_datasets'} (TFDS_DATA_DIR)"
     # Listing community data sets would access the network.
     known = tfds.list_builders(with_community_datasets=False)
     # A builder that TFDS ships but does not list before its import, such as GSM8K's.
@@ -323,15 +323,13 @@ def _open_tfds_source(name: str, split: str, option: str) -> Any:
         return builder.as_data_source(split)
     except tfds.core.DatasetNotFoundError as error:
         raise UserError(
-            f"{option}='tfds:{name}/{split}': TFDS has no data set {name!r}, and none is "
-            f"prepared under {folder or _TFDS_DEFAULT_FOLDER} "
-            f"(TFDS_DATA_DIR).{did_you_mean(name, known)}"
+            f"{setting}: TFDS has no data set {name!r}, and none is prepared {place}."
+            f"{did_you_mean(name, known)}"
         ) from error
     except Exception as error:
         raise UserError(
-            f"{option}='tfds:{name}/{split}': {error}. Expected a split of a data set that is "
-            f"prepared with file_format='array_record' under {folder or _TFDS_DEFAULT_FOLDER} "
-            "(TFDS_DATA_DIR), or that can be downloaded from here"
+            f"{setting}: {error}. Expected a split of a data set that is prepared with "
+            f"file_format='array_record' {place}, or that can be downloaded from here"
         ) from error
 
 
