@@ -35,12 +35,8 @@ Turn = tuple[str, float, bool, dict[str, float]]
 
 
 def _describe_example(example: Example) -> dict[str, Any]:
-    return {
-        "prompt": example.prompt,
-        "ground_truth": example.ground_truth,
-        "data_source": example.data_source,
-        "extra_info": example.extra_info,
-    }
+    names = ("prompt", "ground_truth", "data_source", "extra_info")
+    return {name: getattr(example, name) for name in names}
 
 
 def _read_info(info: Mapping[str, Any], metric_names: Sequence[str]) -> dict[str, Any]:

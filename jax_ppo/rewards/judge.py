@@ -98,7 +98,6 @@ def _refuse_text(reply: Any) -> Any:
 
 
 def _read_message(reply: Any) -> str:
-    """Return the text of a chat completion; raise `ValueError` if it has none."""
     try:
         content = reply["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):
