@@ -154,7 +154,7 @@ class ActorObjective(RolloutObjective):
     """The policy loss, plus the KL to the reference, minus the entropy bonus."""
 
     # The reference's model and parameters; used only by a KL over the vocabulary.
-    reference: tuple[Transformer, Params | None] | None = None
+    reference: tuple[Transformer, Params] | None = None
     # The teacher's model and parameters; `None` if the loss has no KL to it.
     teacher: tuple[Transformer, Params] | None = None
     plugin_metrics: tuple[str, ...] = ()  # names of a user-defined policy loss's metrics
@@ -255,9 +255,8 @@ class ActorObjective(RolloutObjective):
             return jnp.float32(0)
         if needs_reference_pass(options.actor):
             # The exact KL needs the reference's hidden states: a forward pass per micro-batch.
-            net, reference = self.reference or (self.net, None)
-            assert reference is not None, "a KL loss needs a reference"
-            kl_tokens = self._kl_over_vocabulary(output, (net, reference), rows)
+            assert self.reference is not None, "a KL loss needs a reference"
+            kl_tokens = self._kl_over_vocabulary(output, self.reference, rows)
         else:
             assert self.experience.ref_logprobs is not None, "a KL loss needs a reference"
             ref_logprobs = packing.to_rows(self.experience.ref_logprobs, rows)

@@ -179,7 +179,7 @@ def actor_learner(
     net: Transformer,
     experience: Experience,
     base: Params | None,
-    reference: tuple[Transformer, Params | None] | None = None,
+    reference: tuple[Transformer, Params] | None = None,
     teacher: tuple[Transformer, Params] | None = None,
 ) -> Learner:
     """Return the learner of the actor; with a shared trunk, of actor and critic together."""

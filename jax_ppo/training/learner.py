@@ -76,10 +76,9 @@ class Metric(enum.Enum):
         """Return one value for all optimizer steps that were run; `NOTHING` if none, 0 for SUM."""
         if self is Metric.SUM:
             return jnp.sum(values_U, where=was_run_U)
-        if self is Metric.MIN:
-            value = jnp.min(values_U, where=was_run_U, initial=self.start)
-        elif self is Metric.MAX:
-            value = jnp.max(values_U, where=was_run_U, initial=self.start)
+        if self in (Metric.MIN, Metric.MAX):
+            extreme = jnp.min if self is Metric.MIN else jnp.max
+            value = extreme(values_U, where=was_run_U, initial=self.start)
         elif self in (Metric.FIRST_MAX, Metric.FIRST_SUM):
             value = values_U[jnp.argmax(was_run_U)]
         else:
