@@ -148,7 +148,7 @@ def _explain_write_error(error: OSError, folder: Path, workdir: str | Path) -> U
     path = Path(error.filename if isinstance(error.filename, str | os.PathLike) else "")
     written = path.name or "a file of the run"
     if local_files.is_disk_full(error):
-        return local_files.disk_full_error(folder, written, cause=error)
+        return local_files.disk_full_error(folder, written)
     if folder not in path.parents:
         return None
     return UserError(

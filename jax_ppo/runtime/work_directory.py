@@ -27,7 +27,6 @@ LOCK_FILE = "lock"
 VISIBLE_SECONDS = 20.0  # until network file systems show a new file to other hosts
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP)
 
-
 _Report = Callable[[str], None]
 _open_buckets: dict[Path, BucketFolder] = {}  # those that this process uses, by local folder
 _lost_runs: dict[Path, str] = {}  # how a run that left its lock in the folder has ended, or ""
@@ -112,10 +111,7 @@ def refuse_checkpoints(workdir: str | Path) -> None:
 
 
 def lost_run(folder: Path) -> str:
-    """Return a line about the last run in the folder if it was killed, else "".
-
-    Only the main process knows it.
-    """
+    """Return, on the main process, a line about the folder's last run if it was killed; else ""."""
     return _lost_runs.get(folder, "")
 
 
@@ -148,10 +144,15 @@ def bucket_of(folder: Path) -> BucketFolder | None:
 @contextlib.contextmanager
 def _locked(workdir: Path, report: _Report) -> Iterator[None]:
     """Create the folder and hold its lock; raise `UserError` if another run holds it."""
-    _refuse_odd(workdir)
+    _refuse_model(workdir)
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         file = (workdir / LOCK_FILE).open("a+")
+    except FileExistsError:
+        raise UserError(
+            f"--workdir={workdir}: is a file, or a link to nothing; expected a folder, or a name "
+            "for one"
+        ) from None
     except OSError as error:
         raise UserError(f"--workdir={workdir}: cannot be written to: {error.strerror}") from error
     with file:
@@ -198,19 +199,10 @@ def _describe_process() -> str:
 
 
 def _format_time(seconds: float) -> str:
-    """Return a time since the epoch as date, time and zone of this machine."""
     return datetime.datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
 
 
-def _refuse_odd(workdir: Path) -> None:
-    """Raise `UserError` for what cannot be a work directory."""
-    if workdir.is_symlink() and not workdir.exists():
-        raise UserError(
-            f"--workdir={workdir}: is a link to {os.readlink(workdir)}, which does not exist; make "
-            "that folder, or give another --workdir"
-        )
-    if workdir.exists() and not workdir.is_dir():
-        raise UserError(f"--workdir={workdir}: is a file; expected a folder, or a name for one")
+def _refuse_model(workdir: Path) -> None:
     config = {}
     with contextlib.suppress(OSError, ValueError):
         config = json.loads((workdir / "config.json").read_text(encoding="utf-8"))

@@ -79,25 +79,22 @@ class BucketFolder:
 
     def fetch(self) -> None:
         """Replace the contents of the local folder with the bucket's files, but not its folders."""
-        with self._uploading, remote.reported_errors(self.address, _OPTION):
-            fetched = {
-                name: file
-                for name, file in remote.list_files(self.address, _OPTION).items()
-                if name != RUN_OBJECT and "/" not in name
-            }
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir(parents=True)
-            downloads.fetch_files(self.address, fetched, self.folder)
-            self._uploaded = {name: _state(self.folder / name) for name in fetched}
+        files = remote.list_files(self.address, _OPTION)
+        names = [name for name in files if name != RUN_OBJECT and "/" not in name]
+        self._fetch({name: files[name] for name in names}, self.folder)
 
     def fetch_folder(self, name: str) -> None:
         """Replace one folder in the local folder with the bucket's; the run may use the others."""
+        files = remote.list_files(f"{self.address}/{name}", _OPTION)
+        files = {f"{name}/{path}": file for path, file in files.items()}
+        self._fetch(files, self.folder / name)
+
+    def _fetch(self, files: dict[str, remote.RemoteFile], folder: Path) -> None:
         with self._uploading, remote.reported_errors(self.address, _OPTION):
-            listed = remote.list_files(f"{self.address}/{name}", _OPTION)
-            files = {f"{name}/{path}": file for path, file in listed.items()}
-            shutil.rmtree(self.folder / name, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
             downloads.fetch_files(self.address, files, self.folder)
-            self._uploaded |= {path: _state(self.folder / path) for path in files}
+            self._uploaded |= {name: _state(self.folder / name) for name in files}
 
     def upload(self) -> None:
         """Upload changed files; raise `UserError` if another run has claimed the folder."""

@@ -51,7 +51,12 @@ def download_folder(address: str, option: str, patterns: Sequence[str]) -> Path:
         if name and "/" not in name and any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
     }
     if not matching:
-        raise _missing_folder_error(address, option, files)
+        problem = "there is no such folder in the bucket"
+        if "" in files:
+            problem = "this is a file; expected a folder"
+        elif files:
+            problem = f"the folder has none of the expected files, only {_list_names(files)}"
+        raise UserError(f"{option}={shorten(address)!r}: {problem}")
     return _download(address, option, matching)
 
 
@@ -61,13 +66,11 @@ def download_file(address: str, option: str) -> Path:
     files = remote.list_files(address, option)
     folder, _, name = address.rpartition("/")
     if "" not in files:
-        problem = f"{option}={shorten(address)!r}: "
-        if files:
-            raise UserError(
-                f"{problem}this is a folder, with {_list_names(files)}; expected a file"
-            )
-        siblings = [path for path in remote.list_files(folder, option) if "/" not in path]
-        raise UserError(f"{problem}there is no such file.{did_you_mean(name, siblings)}")
+        problem = f"this is a folder, with {_list_names(files)}; expected a file"
+        if not files:
+            siblings = [path for path in remote.list_files(folder, option) if "/" not in path]
+            problem = f"there is no such file.{did_you_mean(name, siblings)}"
+        raise UserError(f"{option}={shorten(address)!r}: {problem}")
     return _download(address, option, {name: files[""]}) / name
 
 
@@ -169,17 +172,6 @@ def _crc32c(path: Path) -> str:
         for _ in checksum.consume(file, CHUNK_BYTES):
             pass
     return base64.b64encode(checksum.digest()).decode()
-
-
-def _missing_folder_error(address: str, option: str, files: Mapping[str, RemoteFile]) -> UserError:
-    problem = f"{option}={shorten(address)!r}: "
-    if "" in files:
-        return UserError(f"{problem}this is a file; expected a folder")
-    if files:
-        return UserError(
-            f"{problem}the folder has none of the expected files, only {_list_names(files)}"
-        )
-    return UserError(f"{problem}there is no such folder in the bucket")
 
 
 def _list_names(files: Mapping[str, RemoteFile]) -> str:

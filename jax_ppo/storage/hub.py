@@ -63,12 +63,8 @@ def download_snapshot(
             reason,
         )
 
-    try:
-        import huggingface_hub  # imported late: local files need neither it nor the network
-    except ImportError as error:
-        raise unavailable(
-            f"the hub needs the package huggingface_hub ({error}); `pip install huggingface_hub`"
-        ) from error
+    import huggingface_hub  # imported late: local files do not need it
+
     if sys.stderr.isatty() and not sys.stdout.isatty():  # as with `| tee`: bars would tear lines
         huggingface_hub.utils.disable_progress_bars()
     endpoint = huggingface_hub.HfApi().endpoint
@@ -148,6 +144,5 @@ def _find_in_cache(
 
 
 def _format_error(error: Exception) -> str:
-    """Return the type of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
     return ": ".join([type(error).__name__, *lines[:1]])

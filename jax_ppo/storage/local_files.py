@@ -42,39 +42,27 @@ def require_free_space(folder: Path, needed: int, what: str) -> None:
 
 def is_disk_full(error: BaseException | None) -> bool:
     """Return whether an error or its cause is a full disk, or a file beyond the limit on sizes."""
-    return _matches(error, _FULL, _FULL_TEXTS)
-
-
-def disk_full_error(
-    folder: Path, what: str, needed: int | None = None, cause: BaseException | None = None
-) -> UserError:
-    """Return the error for a full disk, or for a file beyond the limit on the size of files.
-
-    `what`, such as "the checkpoint of step 3", was written to an existing folder; `needed` is its
-    size in bytes, if known, and `cause` the system's error, if there was one.
-    """
-    free = _megabytes(shutil.disk_usage(folder).free)
-    need = "did not fit" if needed is None else f"needs {_megabytes(needed)}"
-    reason = "the disk is full"
-    remedy = "Make room"
-    if _matches(cause, (errno.EFBIG,), ("File too large",)):
-        reason = "files may not become so large (`ulimit -f`)"
-        remedy = "Raise the limit"
-    return UserError(
-        f"{folder}: {reason}: {what} {need}; {free} are free. {remedy}, then the same command "
-        "resumes from the newest checkpoint"
-    )
-
-
-def _matches(error: BaseException | None, numbers: tuple[int, ...], texts: tuple[str, ...]) -> bool:
-    """Return whether an error or one of its causes has one of the numbers or texts."""
     while error is not None:
-        if isinstance(error, OSError) and error.errno in numbers:
+        if isinstance(error, OSError) and error.errno in _FULL:
             return True
-        if any(text in str(error) for text in texts):
+        if any(text in str(error) for text in _FULL_TEXTS):
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def disk_full_error(folder: Path, what: str, needed: int | None = None) -> UserError:
+    """Return the error for a full disk, or for a file beyond the limit on the size of files.
+
+    `what`, such as "the checkpoint of step 3", was written to an existing folder; `needed` is its
+    size in bytes, if known.
+    """
+    free = _megabytes(shutil.disk_usage(folder).free)
+    need = "did not fit" if needed is None else f"needs {_megabytes(needed)}"
+    return UserError(
+        f"{folder}: the disk is full: {what} {need}; {free} are free. Make room, or raise the "
+        "limit on files (`ulimit -f`), then the same command resumes from the newest checkpoint"
+    )
 
 
 def _megabytes(count: int) -> str:

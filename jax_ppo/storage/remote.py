@@ -102,7 +102,12 @@ def list_files(address: str, option: str) -> dict[str, RemoteFile]:
             continue
         # Some tools create empty objects with such names to represent folders.
         if not path.endswith("/"):
-            files[path[len(root) :].lstrip("/")] = _describe_file(path, details)
+            crc32c = details.get("crc32c") or ""
+            # Cloud Storage has checksums; for S3 the ETag identifies the contents.
+            version = crc32c or details.get("ETag") or details.get("etag", "")
+            files[path[len(root) :].lstrip("/")] = RemoteFile(
+                path, int(details["size"]), str(version).strip('"'), crc32c
+            )
     return files
 
 
@@ -118,17 +123,6 @@ def _require_network(address: str) -> None:
 def bucket_path(address: str) -> str:
     """Return BUCKET/PATH of an address, without slashes at the end."""
     return address.partition("://")[2].rstrip("/")
-
-
-def _describe_file(path: str, details: dict[str, Any]) -> RemoteFile:
-    crc32c = details.get("crc32c") or ""
-    # Cloud Storage has checksums; for S3 the ETag identifies the contents.
-    version = (
-        crc32c or details.get("ETag") or details.get("etag") or details.get("generation") or ""
-    )
-    return RemoteFile(
-        path=path, size=int(details["size"]), version=str(version).strip('"'), crc32c=crc32c
-    )
 
 
 def _explain(address: str, error: Exception) -> str:

@@ -256,7 +256,7 @@ class Checkpointer:
                 raise
             step, needed = self._saving
             full = local_files.disk_full_error(
-                Path(self._directory), f"the checkpoint of step {step}", needed, cause=error
+                Path(self._directory), f"the checkpoint of step {step}", needed
             )
             # Without the cause, whose frames hold the writers that were not awaited.
             raise full from None

@@ -199,12 +199,3 @@ def test_a_repository_that_the_hub_has_not(fake_hub):
         hub.HubError, match="/datasets/owner/name is gated: accept its terms there and set HF_TOKEN"
     ):
         sources.read_examples("hf:owner/name/main/train.jsonl")
-
-
-def test_the_package_of_the_hub_is_missing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(
-        UserError,
-        match=r"train_files: .* needs the package huggingface_hub .* `pip install huggingface_hub`",
-    ):
-        sources.read_examples("hf:owner/name/main/train.jsonl")
