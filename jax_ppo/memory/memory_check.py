@@ -234,7 +234,8 @@ def fetched_memory(program: StepProgram, options: StepOptions, state: TrainState
 def _fetched_bytes(shapes: Any) -> int:
     if target_platform() == "cpu":
         return 0  # the host's memory is that of the devices
-    return bytes_per_device(placement.only_in_host_memory(shapes))
+    leaves = jax.tree.leaves(shapes)
+    return bytes_per_device([x for x in leaves if placement.is_in_host_memory(x)])
 
 
 def _resident_bytes(shapes: Any) -> int:

@@ -162,10 +162,11 @@ def select_experts(
         them without a loss (Wang et al. 2024, arXiv 2408.15664), and has no gradient.
       limit: lowers the sums of experts that a token may not select, as `limit_to_groups` does.
     """
-    # A compiler would gather the probabilities of all devices to sort them.
-    select = run_on_own_rows(lambda corrected: jax.lax.top_k(limit(corrected), k)[1])
     corrected = probabilities if correction is None else probabilities + correction
-    experts = select(jax.lax.stop_gradient(corrected))
+    # A compiler would gather the probabilities of all devices to sort them.
+    experts = run_on_own_rows(
+        lambda x: jax.lax.top_k(limit(x), k)[1], jax.lax.stop_gradient(corrected)
+    )
     if routed_experts is not None:
         is_recorded = routed_experts < probabilities.shape[-1]
         experts = jnp.where(is_recorded, routed_experts.astype(experts.dtype), experts)

@@ -354,10 +354,7 @@ def should_stop() -> bool:
     the first call, a signal ends the run without saving.
     """
     signals.defer_signals()
-    received = signals.received_signal()
-    if jax.process_count() > 1 and (received := distributed.agree_on_signal(received)):
-        signals.record_signal(received)
-    return received is not None
+    return distributed.agree_on_signal()
 
 
 def interrupt_evaluation() -> None:

@@ -135,11 +135,8 @@ def enable_cache(option: str, report: Callable[[str], None]) -> None:
     called with a line if the folder cannot be written: the run continues without it.
     """
     # The option comes first, then JAX's own variable, then the user's cache folder.
-    folder = (
-        option
-        or os.environ.get("JAX_COMPILATION_CACHE_DIR")
-        or str(downloads.cache_folder("compiled"))
-    )
+    own_folder = str(downloads.cache_folder("compiled"))
+    folder = option or os.environ.get("JAX_COMPILATION_CACHE_DIR") or own_folder
     if folder == "off":
         jax.config.update("jax_enable_compilation_cache", False)
         return

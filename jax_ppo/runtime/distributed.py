@@ -143,16 +143,16 @@ def _allgather(value: np.ndarray | np.int32) -> np.ndarray:
         return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
-def agree_on_signal(received: signal.Signals | None) -> signal.Signals | None:
-    """Return the signal that ends the run now, the same in all processes, or `None`.
+def agree_on_signal() -> bool:
+    """Return whether a signal ends the run now; all processes record the same one.
 
-    Every process must call it equally often, at the same points, with the signal that it has
-    received. The main process decides, and the others wait on the host; a signal to one of these
-    takes effect at its next call or the one after it.
+    Every process must call it equally often, at the same points. The main process decides, and the
+    others wait on the host; a signal to one of these takes effect at its next call or the one after
+    it.
     """
-    client = compat.distributed_state().client
+    client, received = compat.distributed_state().client, signals.received_signal()
     if client is None:
-        return received
+        return received is not None
     if received is not None:
         client.key_value_set(
             f"{_STOP_REQUESTS}/{jax.process_index()}", str(int(received)), allow_overwrite=True
@@ -164,7 +164,9 @@ def agree_on_signal(received: signal.Signals | None) -> signal.Signals | None:
         client.key_value_set(decision, str(int(number)))
     # Without a time limit: the heartbeats end a process whose main process is dead.
     number = int(client.blocking_key_value_get(decision, faults.FOREVER_MS))
-    return signal.Signals(number) if number else None
+    if number:
+        signals.record_signal(signal.Signals(number))
+    return number != 0
 
 
 def run_on_main(function: Callable[[], object]) -> None:
@@ -215,15 +217,15 @@ def _arguments(options: schema.Distributed, environ: Mapping[str, str]) -> dict[
 
 def _cluster_size(environ: Mapping[str, str]) -> int:
     """Return the number of processes that Slurm, Open MPI or a TPU pod started, else 1."""
-    in_slurm = all(name in environ for name in SLURM)
-    for name, is_set in (
-        ("SLURM_NTASKS", in_slurm),
-        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE" in environ),
-    ):
-        if is_set and not re.fullmatch(r"[0-9]{1,9}", environ[name]):
-            raise UserError(f"the environment's {name}={environ[name]!r}: expected a whole number")
-        if is_set and int(environ[name]) > 1:
-            return int(environ[name])
+    names = ["OMPI_COMM_WORLD_SIZE"]
+    if all(name in environ for name in SLURM):
+        names.insert(0, "SLURM_NTASKS")
+    for name in names:
+        count = environ.get(name, "1")
+        if not re.fullmatch(r"[0-9]{1,9}", count):
+            raise UserError(f"the environment's {name}={count!r}: expected a whole number")
+        if int(count) > 1:
+            return int(count)
     return _tpu_hosts(environ)
 
 

@@ -26,7 +26,6 @@ from typing import NoReturn
 from jax_ppo.runtime import compat
 
 LOST_EXIT_CODE = os.EX_TEMPFAIL  # another process was lost: a restart may succeed
-_SIGNAL_EXIT_CODES = (128 + signal.SIGTERM, 128 + signal.SIGINT)
 _FAILURE = "jax_ppo/failure"  # in the store of JAX's coordination service
 FOREVER_MS = 7 * 24 * 3600 * 1000
 _LAST_BARRIER_MS = 3600 * 1000  # one process may still upload what another has ready
@@ -48,7 +47,7 @@ def run_or_abort(function: Callable[[], object]) -> object:
     # KeyboardInterrupt and SystemExit would leave the others waiting, too.
     except BaseException as error:
         # A signal ends all processes after the same step.
-        ordinary_codes = (None, 0, *_SIGNAL_EXIT_CODES)
+        ordinary_codes = (None, 0, 128 + signal.SIGTERM, 128 + signal.SIGINT)
         finished = isinstance(error, SystemExit) and error.code in ordinary_codes
         # jax.process_count() needs devices, which may be what failed.
         if finished or compat.distributed_state().num_processes == 1:
@@ -77,12 +76,10 @@ def run_or_abort(function: Callable[[], object]) -> object:
 
 
 def end_with_others() -> None:
-    """Let this process end, from now on, as soon as another one of the run has failed."""
+    """Let this process of several end, from now on, as soon as another one has failed."""
     import jax
 
     state = compat.distributed_state()
-    if state.num_processes == 1:
-        return
 
     def wait() -> None:
         # At the end of the run the call fails.
@@ -108,8 +105,6 @@ def announce_failure(reason: str, code: int) -> None:
     import jax
 
     state = compat.distributed_state()
-    if state.num_processes == 1:
-        return
     failure = {"process": state.process_id, "reason": reason, "code": code}
     # Only the first failure is stored; the others follow from it.
     with contextlib.suppress(jax.errors.JaxRuntimeError):

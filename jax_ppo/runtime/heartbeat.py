@@ -78,11 +78,10 @@ def describe_activities(now: float) -> str:
     """Return the innermost activity of each thread with its seconds, "" if there is none."""
     # Later ones replace those that they are part of.
     innermost = {current.thread: current for current in list(_activities)}
-    texts = []
-    for current in innermost.values():
-        detail = f": {current.detail}" if current.detail else ""
-        texts.append(f"{current.name}{detail} ({now - current.started_at:.0f} s)")
-    return "; ".join(texts)
+    return "; ".join(
+        f"{': '.join(filter(None, (x.name, x.detail)))} ({now - x.started_at:.0f} s)"
+        for x in innermost.values()
+    )
 
 
 @contextlib.contextmanager

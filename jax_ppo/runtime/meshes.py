@@ -176,14 +176,9 @@ def row_parts(mesh: Mesh | AbstractMesh) -> int:
     return int(mesh.shape["context"])
 
 
-def weight_shards(mesh: Mesh | AbstractMesh) -> int:
-    """Return the number of devices that share one copy of the parameters, not counting `model`."""
-    return math.prod(mesh.shape[axis] for axis in WEIGHTS)
-
-
 def gathers_weights(mesh: Mesh | AbstractMesh) -> bool:
     """Return whether devices gather the parameters for each pass, layer by layer."""
-    return weight_shards(mesh) > 1
+    return any(mesh.shape[axis] > 1 for axis in WEIGHTS)
 
 
 def needs_large_micro_batches(mesh: Mesh | AbstractMesh) -> bool:
@@ -253,8 +248,6 @@ def validate_architecture(
 
 def _require_whole(mesh: Mesh, architecture: Any, option: str) -> None:
     """Raise `UserError` if the mesh splits what is only computed for whole sequences or models."""
-    parts = mesh.shape.get("context", 1)
-    stages = mesh.shape.get("stage", 1)
     sinks = "the model has attention sinks, which are only computed for whole sequences"
     kinds = "some layers of the model {}, but stages need layers of one kind"
     states = (
@@ -262,12 +255,13 @@ def _require_whole(mesh: Mesh, architecture: Any, option: str) -> None:
         "and whole models"
     )
     has_states = any(architecture.linear_layers)
-    for axis, size, is_whole, reason in (
-        ("context", parts, architecture.attention_sinks, sinks),
-        ("stage", stages, architecture.global_head_dim, kinds.format("have wider heads")),
-        ("stage", stages, any(architecture.dense_layers), kinds.format("have no experts")),
-        ("context", parts, has_states, states),
-        ("stage", stages, has_states, states),
+    for axis, is_whole, reason in (
+        ("context", architecture.attention_sinks, sinks),
+        ("stage", architecture.global_head_dim, kinds.format("have wider heads")),
+        ("stage", any(architecture.dense_layers), kinds.format("have no experts")),
+        ("context", has_states, states),
+        ("stage", has_states, states),
     ):
+        size = mesh.shape.get(axis, 1)
         if is_whole and size > 1:
             raise UserError(f"{option}.{axis}={size}: must be 1, as {reason}")

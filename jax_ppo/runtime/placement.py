@@ -48,19 +48,16 @@ def host_memory_kind(mesh: Mesh) -> str | None:
     return PINNED_HOST if PINNED_HOST in kinds else None
 
 
-def in_memory(shapes: Any, kind: str | None) -> Any:
-    """Return the shapes with shardings in a kind of memory; `None` leaves them where they are."""
+def in_host_memory(shapes: Any, mesh: Mesh) -> Any:
+    """Return the shapes with shardings in `host_memory_kind`; without one, unchanged."""
+    kind = host_memory_kind(mesh)
     if kind is None:
         return shapes
     return jax.tree.map(lambda x: x.update(sharding=x.sharding.with_memory_kind(kind)), shapes)
 
 
-def only_in_host_memory(shapes: Any) -> list[Any]:
-    """Return the shapes that are in the host's memory."""
-    return [x for x in jax.tree.leaves(shapes) if _is_in_host_memory(x)]
-
-
-def _is_in_host_memory(x: Any) -> bool:
+def is_in_host_memory(x: Any) -> bool:
+    """Return whether a shape, or an array inside a compiled function, is in the host's memory."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.sharding.memory_kind == PINNED_HOST
     return jax.typeof(x).memory_space == jax.memory.Space.Host
@@ -69,7 +66,7 @@ def _is_in_host_memory(x: Any) -> bool:
 def to_device(tree: Any) -> Any:
     """Copy what is in the host's memory to the devices, inside a compiled function."""
     space = jax.memory.Space.Device
-    return jax.tree.map(lambda x: jax.device_put(x, space) if _is_in_host_memory(x) else x, tree)
+    return jax.tree.map(lambda x: jax.device_put(x, space) if is_in_host_memory(x) else x, tree)
 
 
 def fetch(tree: Any) -> Any:
@@ -88,7 +85,7 @@ def fetch(tree: Any) -> Any:
 
 def to_memory_of(tree: Any, like: Any) -> Any:
     """Move `tree` to the memory of `like`, host's or devices', inside a compiled function."""
-    is_in_host = any(map(_is_in_host_memory, jax.tree.leaves(like)))
+    is_in_host = any(map(is_in_host_memory, jax.tree.leaves(like)))
     return jax.device_put(tree, jax.memory.Space.Host) if is_in_host else tree
 
 

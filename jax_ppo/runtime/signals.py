@@ -62,7 +62,6 @@ class _StopSignals:
         self._thread.start()
 
     def uninstall(self) -> None:
-        """Set the previous handlers again."""
         self._is_over.set()
         signal.set_wakeup_fd(self._previous_fd)
         for number, handler in self.previous_handlers.items():
@@ -73,8 +72,8 @@ class _StopSignals:
         self._reader.close()
 
     def error(self, text: str) -> BaseException:
-        """Return the exception that ends the caller of the Python API."""
-        if self.received == signal.SIGINT:
+        """Return the exception that ends the caller: a command, or that of the Python API."""
+        if self.received == signal.SIGINT and not self.ends_process:
             return KeyboardInterrupt(text)
         return SystemExit(128 + (self.received or signal.SIGTERM))
 
@@ -126,13 +125,11 @@ class _StopSignals:
         if self._is_repeated:
             return ", not saved: a second signal followed"
         # Work that does not end, in contrast to a long update, would be waited for in vain.
-        region = self.region
-        if region is None:
-            return None
-        work, started = region
-        if time.monotonic() - max(started, self._received_at) < LIMIT_SECONDS:
-            return None
-        return f", not saved: {work} did not end within {LIMIT_SECONDS:g} s"
+        if region := self.region:
+            work, started = region
+            if time.monotonic() - max(started, self._received_at) >= LIMIT_SECONDS:
+                return f", not saved: {work} did not end within {LIMIT_SECONDS:g} s"
+        return None
 
     def _end(self, reason: str) -> None:
         received = self.received
@@ -249,8 +246,6 @@ def raise_if_stopped(report: Callable[[str], None]) -> None:
     outcome = "the run was over" if step is None else f"saved step {step}"
     text = f"stopped by {_active.received.name}, {outcome}"
     report(text)
-    if _active.ends_process:
-        raise SystemExit(128 + _active.received)
     raise _active.error(text)
 
 

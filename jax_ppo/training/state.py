@@ -126,7 +126,7 @@ class StateBuilder:
                 rules = sharding.ENCODER_RULES
             shapes = sharding.with_layout(self.mesh, _role_shapes(role, self.nets), rules)
             if role.entry.param_offload in role.offloads:
-                shapes = _in_host_memory(shapes, self.mesh)
+                shapes = placement.in_host_memory(shapes, self.mesh)
             frozen[role.name] = shapes
         step = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding.replicated(self.mesh))
         return assemble_state(self.trained_shapes(), step=step, frozen=frozen)
@@ -147,9 +147,9 @@ class StateBuilder:
         for role in roles:
             if role.entry.optimizer_offload in role.offloads:
                 optimizer = trained["optimizer"][role.name]
-                trained["optimizer"][role.name] = _in_host_memory(optimizer, mesh)
+                trained["optimizer"][role.name] = placement.in_host_memory(optimizer, mesh)
             if role.entry.param_offload in role.offloads:
-                trained[role.name] = _in_host_memory(trained[role.name], mesh)
+                trained[role.name] = placement.in_host_memory(trained[role.name], mesh)
         # The control is a few scalars, which every device has.
         replicated = sharding.replicated(mesh)
         control = jax.eval_shape(self._first_control)
@@ -264,10 +264,6 @@ class StateBuilder:
         # With adapters the progress has another name than the base's.
         report = progress(f"{title}'s adapters")
         return load_adapters(folder, net.architecture, net.lora, shards, dtype, head, report)
-
-
-def _in_host_memory(shapes: Any, mesh: Mesh) -> Any:
-    return placement.in_memory(shapes, placement.host_memory_kind(mesh))
 
 
 def _role_shapes(role: RunRole, nets: Networks) -> Params:

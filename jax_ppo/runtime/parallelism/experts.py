@@ -12,24 +12,19 @@ from jax.sharding import PartitionSpec as P
 from jax_ppo.runtime.parallelism.rows import on_each_device, remaining_axes, remaining_row_axes
 
 
-def run_on_own_rows(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-    """Make each device run `function`, of arrays [R, ...], on its own rows; not differentiated.
+def run_on_own_rows(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Return `function(x)`, run by each device on its own rows of x, [R, ...]; no gradients.
 
     Without a mesh in the context, or for rows that it cannot split, the compiler splits it.
     """
-
-    def run(x: jax.Array) -> jax.Array:
-        mesh = jax.sharding.get_abstract_mesh()
-        if mesh.empty or not remaining_axes(mesh) or len(x) % _count_row_parts(mesh):
-            return function(x)
-        rows = P(remaining_row_axes(mesh))
-        return on_each_device(function, in_specs=rows, out_specs=rows)(x)
-
-    return run
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or not remaining_axes(mesh) or len(x) % _count_row_parts(mesh):
+        return function(x)
+    rows = P(remaining_row_axes(mesh))
+    return on_each_device(function, in_specs=rows, out_specs=rows)(x)
 
 
 def _count_row_parts(mesh: AbstractMesh) -> int:
-    """Return the number of parts that the remaining axes split rows into."""
     return math.prod(mesh.shape[axis] for axis in remaining_row_axes(mesh) or ())
 
 

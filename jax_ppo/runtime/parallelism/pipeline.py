@@ -77,7 +77,7 @@ def run_stages(
         return outputs[None, stages - 1 :], jax.tree.map(lambda x: x.swapaxes(0, 1), others)
 
     micro_batches = jax.tree.map(_gather_micro_batches, (x_RxLxD, rows))
-    hidden, others = _split_stages(run)(layers, micro_batches)
+    hidden, others = _split_stages(run, layers, micro_batches)
 
     def to_rows(x_NxMxr: jax.Array) -> jax.Array:
         N, M, r, *rest = x_NxMxr.shape
@@ -88,38 +88,34 @@ def run_stages(
     return _scatter_micro_batches(hidden), jax.tree.map(to_rows, others)
 
 
-def _split_stages(function: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+def _split_stages(
+    function: Callable[..., tuple[Any, Any]], layers: Any, micro_batches: Any
+) -> tuple[Any, Any]:
     """Make each stage run `function` on its layers, and each device of `data` on its rows.
 
     The compiler splits what the other axes split. Gradients of layers are summed over `data` once,
-    after the function: a compiler would do so after each micro-batch. `function(layers,
-    micro_batches)` takes arrays whose first axis counts layers and a tree of arrays [1, M, r, ...];
-    it returns an array of the second form, and arrays [layers, M, r, ...].
+    after the function: a compiler would do so after each micro-batch. Micro-batches, and the first
+    result, are [1, M, r, ...] to `function`; its other results are [layers, M, r, ...].
     """
-
-    def run(layers: Any, micro_batches: Any) -> tuple[Any, Any]:
-        axes = {"stage"}
-        micro_batch_parts = P("stage", None, None)
-        if jax.sharding.get_abstract_mesh().shape["data"] > 1:
-            axes.add("data")
-            micro_batch_parts = P("stage", None, "data")
-        return jax.shard_map(
-            function,
-            in_specs=(P("stage"), micro_batch_parts),
-            out_specs=(micro_batch_parts, micro_batch_parts),
-            axis_names=axes,
-            check_vma=False,
-        )(layers, micro_batches)
-
-    return run
+    axes = {"stage"}
+    micro_batch_parts = P("stage", None, None)
+    if jax.sharding.get_abstract_mesh().shape["data"] > 1:
+        axes.add("data")
+        micro_batch_parts = P("stage", None, "data")
+    return jax.shard_map(
+        function,
+        in_specs=(P("stage"), micro_batch_parts),
+        out_specs=(micro_batch_parts, micro_batch_parts),
+        axis_names=axes,
+        check_vma=False,
+    )(layers, micro_batches)
 
 
 def _gather_micro_batches(x_Rx: jax.Array) -> jax.Array:
     """Give each of S stages a copy of all rows, [S, M, r, ...]: M micro-batches."""
 
     def gather(local_rows: jax.Array) -> jax.Array:
-        all_rows = jax.lax.all_gather(local_rows, "stage", tiled=True)
-        return all_rows[None, :, None]
+        return jax.lax.all_gather(local_rows, "stage", tiled=True)[None, :, None]
 
     return jax.shard_map(gather, in_specs=P(ROWS), out_specs=_MICRO_BATCHES)(x_Rx)
 

@@ -60,11 +60,9 @@ def split_rows(function: Callable[..., Any]) -> Callable[..., Any]:
         )
         run_shard = function
         if in_step:
-
-            def any_shard(condition: jax.Array) -> jax.Array:
-                return jax.lax.pmax(condition.astype(np.int32), ROWS) > 0
-
-            run_shard = functools.partial(function, any_shard=any_shard)
+            run_shard = functools.partial(
+                function, any_shard=lambda holds: jax.lax.pmax(holds.astype(np.int32), ROWS) > 0
+            )
         parts: Any = P()
         if has_shared_experts:
             # Of parameters, the axes of rows split experts alone in decoding.

@@ -140,13 +140,12 @@ def attend_over_parts(attention: Callable[..., jax.Array], shared: Any = None) -
 
         row_axes = remaining_row_axes(mesh)
         heads = P(row_axes, None, "model", None)
-        extra: tuple[Any, ...] = ()
-        extra_specs: tuple[Any, ...] = ()
+        arguments: list[Any] = [q, k, v, segments]
+        in_specs: list[Any] = [heads, heads, heads, P(row_axes)]
         if shared is not None:
-            extra = (shared,)
-            extra_specs = (shared.manual_sharding_spec(NamedSharding(mesh, P(None, "context"))),)
-        in_specs = (heads, heads, heads, P(row_axes), *extra_specs)
-        return on_each_device(attend, in_specs, heads)(q, k, v, segments, *extra)
+            arguments.append(shared)
+            in_specs.append(shared.manual_sharding_spec(NamedSharding(mesh, P(None, "context"))))
+        return on_each_device(attend, tuple(in_specs), heads)(*arguments)
 
     return run
 

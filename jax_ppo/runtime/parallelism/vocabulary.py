@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jax_ppo.runtime import meshes
-from jax_ppo.runtime.meshes import ROWS, WEIGHTS, row_shards, weight_shards
+from jax_ppo.runtime.meshes import ROWS, WEIGHTS, gathers_weights, row_shards
 from jax_ppo.runtime.parallelism.rows import on_each_device, remaining_row_axes
 from jax_ppo.runtime.sharding import constrain_rows
 
@@ -158,7 +158,7 @@ def scatter_group_sum(gradient_GxVxD: jax.Array, dtype: DTypeLike) -> jax.Array:
 
     def exchange(local_GxVxD: jax.Array) -> jax.Array:
         columns = local_GxVxD.sum(0)
-        if weight_shards(mesh) > 1:
+        if gathers_weights(mesh):
             columns = jax.lax.platform_dependent(
                 columns,
                 tpu=functools.partial(scatter_columns_for_tpu, dtype=dtype),
