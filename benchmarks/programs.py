@@ -31,7 +31,6 @@ from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.objectives import UpdateOptions
 from jax_ppo.ppo.reward_shaping import EarnedRewards, ExperienceOptions
 from jax_ppo.runtime import meshes, placement, sharding
-from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.sampler.decode_loop import SamplingOptions, sampler_program
 from jax_ppo.training import packing
 from jax_ppo.training.control import first_control
@@ -173,7 +172,7 @@ class Step:
         options = SamplingOptions(
             self.response, 1.0, eos_ids=endings, slots=self.slots, n=self.responses
         )
-        return sampler_program(self.decoder, options, split_rows)
+        return sampler_program(self.decoder, options)
 
     def state(self) -> TrainState:
         return StateBuilder(self.config, self.nets, self.mesh).shapes()

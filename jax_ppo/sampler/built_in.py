@@ -1,7 +1,6 @@
 """The built-in rollout engine: the decode loop of `decode_loop.py` on the run's own mesh."""
 
 import copy
-import dataclasses
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,6 @@ import jax
 from jax_ppo.config import plugins
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.registries import ROLLOUT_ENGINES
-from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.sampler.continuation import DrawStates, continuation_program
 from jax_ppo.sampler.decode_loop import sampler_program
 from jax_ppo.sampler.decoding_weights import WeightPreparation
@@ -90,17 +88,13 @@ class BuiltInEngine(RolloutEngine):
           (responses and states afterwards; int32 [queues], as `Rollout.slot_steps`).
         """
         program = self._program(continuation_program, options)
-        continued, draws = program(self._weights, rollout, draws, version)
-        assert continued.slot_steps is not None
-        return dataclasses.replace(continued, slot_steps=None), draws, continued.slot_steps
+        return program(self._weights, rollout, draws, version)
 
     def release_weights(self) -> None:
         """Drop the decode copy of the weights; programs in flight keep it until they end."""
         self._weights = None
 
-    def stop(self) -> None:
-        """Drop the weights."""
-        self.release_weights()
+    stop = release_weights
 
     def on_shapes(self) -> "BuiltInEngine":
         """Return an engine with the same programs, for `run_on_shapes`; this one is not changed."""
@@ -114,5 +108,5 @@ class BuiltInEngine(RolloutEngine):
             raise RuntimeError("update_weights comes before anything is sampled")
         with self._lock:
             if (build, options) not in self._programs:
-                self._programs[build, options] = build(self._model, options, split_rows)
+                self._programs[build, options] = build(self._model, options)
             return self._programs[build, options]

@@ -16,9 +16,10 @@ import numpy as np
 
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.compiled_programs import CompiledProgram
+from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.runtime.sharding import drop_padded_rows, num_padded_rows
 from jax_ppo.sampler import text_search
-from jax_ppo.sampler.decode_loop import decode_queue, drop_padding
+from jax_ppo.sampler.decode_loop import decode_queue
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.slots import DecodeJob, initial_state, pad_queue
 from jax_ppo.types import Params, Prompts, Rollout
@@ -63,12 +64,13 @@ def continue_responses(
     draws: DrawStates,
     version: jax.Array,
     any_shard: Callable[[jax.Array], jax.Array] = lambda holds: holds,
-) -> tuple[Rollout, DrawStates]:
+) -> tuple[Rollout, DrawStates, jax.Array]:
     """Draw up to `options.partial_length` tokens of each response that has not ended. Pure.
 
     With unchanged weights the tokens are those of `generate_responses`, up to rounding. Arguments
     are as there and in `DecodeJob`; `options.n` has no effect: each sample has its own prompt.
     `rollout` has versions if weights may differ; `version` is the step that began with `params`.
+    Return responses and states afterwards, and int32 [1], as `Rollout.slot_steps`.
     """
     assert not options.returns_routed_experts and options.environment is None
     options = dataclasses.replace(options, n=1)
@@ -114,10 +116,9 @@ def continue_responses(
         # The loop counts samples as finished that had already reached T tokens.
         truncated=jnp.where(ended_N, rollout.truncated, ~state.finished),
         action_mask=is_drawn_NxT,
-        slot_steps=state.slot_steps[None],
         versions=versions,
     )
-    return continued, DrawStates(draws.keys, state.stop_states)
+    return continued, DrawStates(draws.keys, state.stop_states), state.slot_steps[None]
 
 
 def append_responses(
@@ -137,16 +138,12 @@ def append_responses(
     )
 
 
-def continuation_program(
-    model: Transformer,
-    options: SamplingOptions,
-    split_rows: Callable[[Callable], Callable] = lambda function: function,
-) -> Any:
-    """Return the jitted `continue_responses`; takes the arguments of `sampler_program`."""
+def continuation_program(model: Transformer, options: SamplingOptions) -> Any:
+    """Return the jitted `continue_responses`, of which each row shard has a separate queue."""
 
     def resume(
         params: Params, rollout: Rollout, draws: DrawStates, version: jax.Array
-    ) -> tuple[Rollout, DrawStates]:
+    ) -> tuple[Rollout, DrawStates, jax.Array]:
         program = split_rows(functools.partial(continue_responses, model, options))
         count = len(rollout.lengths)
         padded = num_padded_rows(count)
@@ -161,8 +158,7 @@ def continuation_program(
             truncated=rollout.truncated & is_sample,
             lengths=jnp.where(is_sample, rollout.lengths, 0),
         )
-        rollout, draws = program(params, rollout, draws, version)
-        draws = jax.tree.map(lambda x: drop_padded_rows(x, count), draws)
-        return drop_padding(rollout, count), draws
+        rollout, draws, slot_steps = program(params, rollout, draws, version)
+        return *jax.tree.map(lambda x: drop_padded_rows(x, count), (rollout, draws)), slot_steps
 
     return CompiledProgram(resume, "sample")

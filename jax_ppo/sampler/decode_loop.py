@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jax_ppo.models.transformer import Transformer, TransformerOutput
 from jax_ppo.runtime.compiled_programs import CompiledProgram
+from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.runtime.sharding import drop_padded_rows, num_padded_rows
 from jax_ppo.sampler import dialogues, routing, sampling
 from jax_ppo.sampler.engine import SamplingOptions
@@ -62,8 +63,6 @@ def generate_responses(
       key: the base key of the step.
       any_shard: see `DecodeJob`.
     """
-    if not model.unrolled:
-        raise ValueError("the sampler needs Transformer(unrolled=True), which returns a cache")
     model = model.clone(returns_routed_experts=options.returns_routed_experts)
     is_padding_N = indices_N == PADDING
     job = DecodeJob(
@@ -222,15 +221,10 @@ def decode_step(job: DecodeJob, state: DecodeState) -> DecodeState:
     )
 
 
-def sampler_program(
-    model: Transformer,
-    options: SamplingOptions,
-    split_rows: Callable[[Callable], Callable] = lambda function: function,
-) -> Any:
+def sampler_program(model: Transformer, options: SamplingOptions) -> Any:
     """Return `generate_responses` compiled, a function (params, prompts, key, first sample index).
 
-    `model` is unrolled. `split_rows` wraps `generate(params, prompts, indices, key)` so that each
-    row shard of the mesh runs it on its rows, with separate slots and a separate queue.
+    `model` is unrolled. Each row shard of the mesh has separate slots and a separate queue.
     """
 
     def generate_from(
@@ -249,14 +243,9 @@ def sampler_program(
         )
         indices_N = jnp.pad(indices_N, (0, missing * options.n), constant_values=PADDING)
         rollout = split_rows(generate)(params, prompts, indices_N, key)
-        return drop_padding(rollout, count * options.n) if missing else rollout
+        # `slot_steps` has one entry per queue of prompts, not per sample.
+        samples = dataclasses.replace(rollout, slot_steps=None)
+        samples = jax.tree.map(lambda x: drop_padded_rows(x, count * options.n), samples)
+        return dataclasses.replace(samples, slot_steps=rollout.slot_steps)
 
     return CompiledProgram(generate_from, "sample")
-
-
-def drop_padding(rollout: Rollout, count: int) -> Rollout:
-    """Return the first `count` samples of a rollout; call it inside a compiled function."""
-    # `slot_steps` has one entry per queue of prompts, not per sample.
-    samples = dataclasses.replace(rollout, slot_steps=None)
-    samples = jax.tree.map(lambda x: drop_padded_rows(x, count), samples)
-    return dataclasses.replace(samples, slot_steps=rollout.slot_steps)

@@ -18,20 +18,15 @@ from jax_ppo.types import Params
 
 def shape_decoding_weights(mesh: jax.sharding.Mesh, actor: Transformer, params: Params) -> Params:
     """Return shapes and layouts of the copy of the trained parameters that decoding reads."""
-
-    def make_weights(params: Params) -> Params:
-        partial_stacks = actor.architecture.partial_stacks
-        return _to_decoding_form(actor, unroll_params(params, partial_stacks=partial_stacks))
-
-    shapes = jax.eval_shape(make_weights, params)
-    # Decoding reads every weight per token, so it has another layout.
     a = actor.architecture
+    unroll = functools.partial(unroll_params, partial_stacks=a.partial_stacks)
+    shapes = jax.eval_shape(lambda params: _to_decoding_form(actor, unroll(params)), params)
+    # Decoding reads every weight per token, so it has another layout.
     rules = sharding.decode_rules(mesh, math.gcd(a.num_kv_heads, a.global_kv_heads))
     return sharding.with_layout(mesh, shapes, rules)
 
 
 def _to_decoding_form(actor: Transformer, params: Params) -> Params:
-    """Return unrolled parameters as decoding reads them."""
     if actor.quantized:
         # Rounded once, from what is trained.
         return quantize_kernels(params, actor.dtype)

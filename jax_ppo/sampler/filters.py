@@ -50,7 +50,7 @@ class Filters(NamedTuple):
         top_BxM = keep_top_k(weights_BxM, self.top_k, shards)
         if top_BxM is not weights_BxM:
             sums_B = shards.sum(top_BxM.sum(-1))
-        kept_BxM = keep_top_p(top_BxM, self.top_p, shards, sums_B)
+        kept_BxM = keep_top_p(top_BxM, self.top_p, sums_B, shards)
         kept_BxM = keep_min_p(kept_BxM, self.min_p)
         least_B = least_logit(kept_BxM)
         # Top-p adds up all that top-k left, those equal to the k-th included.
@@ -76,19 +76,14 @@ def keep_top_k(weights_BxM: jax.Array, k: int, shards: VocabularyShards = WHOLE)
 
 
 def keep_top_p(
-    weights_BxM: jax.Array,
-    p: float,
-    shards: VocabularyShards = WHOLE,
-    sums_B: jax.Array | None = None,
+    weights_BxM: jax.Array, p: float, sums_B: jax.Array, shards: VocabularyShards = WHOLE
 ) -> jax.Array:
     """Replace all weights by 0 but the largest, as few as together hold a share p of the sum.
 
-    Those equal to the last one are kept, too. `sums_B` are the sums if there are further weights.
+    Those equal to the last one are kept, too. `sums_B` are the sums of whole rows.
     """
     if p >= 1:
         return weights_BxM
-    if sums_B is None:
-        sums_B = shards.sum(weights_BxM.sum(-1))
     # Tokens measure their own weight.
     return _keep_heaviest(weights_BxM, weights_BxM, p * sums_B, shards)
 

@@ -12,15 +12,14 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from jax.typing import DTypeLike
 
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.compiled_programs import runs_on_shapes
 from jax_ppo.runtime.parallelism.vocabulary import embedding_layouts
 from jax_ppo.sampler.built_in import BuiltInEngine
-from jax_ppo.sampler.continuation import DrawStates
+from jax_ppo.sampler.continuation import DrawStates, begin_responses
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.types import Params, Prompts, Rollout
 
@@ -56,7 +55,7 @@ class OtherMeshEngine(RolloutEngine):
         first_sample_index: int | None = None,
     ) -> Rollout:
         """Decode on the other mesh. See `RolloutEngine.generate`."""
-        arguments = self._to_mesh(prompts, key)
+        arguments = self.send(prompts, key)
         with jax.set_mesh(self._mesh):
             rollout = self._engine.generate(*arguments, options, first_sample_index)
         moved = _move_rows(dataclasses.replace(rollout, slot_steps=None), self._run_mesh)
@@ -68,7 +67,7 @@ class OtherMeshEngine(RolloutEngine):
         self, rollout: Rollout, draws: DrawStates, version: jax.Array, options: SamplingOptions
     ) -> tuple[Rollout, DrawStates, jax.Array]:
         """Decode on the other mesh. See `BuiltInEngine.continue_responses`."""
-        moved, version = self._to_mesh((rollout, draws), version)
+        moved, version = self.send((rollout, draws), version)
         with jax.set_mesh(self._mesh):
             assert isinstance(self._engine, BuiltInEngine), "the options require it"
             continued = self._engine.continue_responses(*moved, version, options)
@@ -95,7 +94,8 @@ class OtherMeshEngine(RolloutEngine):
             lambda x, layout: x if layout is None else _move(x, layout), params, layouts
         )
 
-    def _to_mesh(self, per_row: T, whole: jax.Array) -> tuple[T, jax.Array]:
+    def send(self, per_row: T, whole: jax.Array) -> tuple[T, jax.Array]:
+        """Copy arguments to the devices that decode."""
         return _move_rows(per_row, self._mesh), _move(whole, sharding.replicated(self._mesh))
 
 
@@ -121,10 +121,6 @@ class SeparateEngine(OtherMeshEngine):
             concurrent.futures.wait([self._ahead])
         self._engine.release_weights()  # these devices need not have room for two copies
         super().update_weights(params)
-
-    def send(self, per_row: T, whole: jax.Array) -> tuple[T, jax.Array]:
-        """Copy arguments to the devices that decode, where `decode_ahead` needs them."""
-        return self._to_mesh(per_row, whole)
 
     def decode_ahead(self, decode: Callable[[], T]) -> "concurrent.futures.Future[T]":
         """Call `decode`, which calls this engine, in a thread, and return its future result.
@@ -157,8 +153,7 @@ class SeparateEngine(OtherMeshEngine):
 
 def _move_rows(per_row: T, mesh: Mesh) -> T:
     rows = jax.tree.leaves(per_row)[0].shape[0]
-    moved: T = _move(per_row, sharding.batch_rows(mesh, rows))
-    return moved
+    return _move(per_row, sharding.batch_rows(mesh, rows))
 
 
 def _move(tree: Any, layout: NamedSharding) -> Any:
@@ -193,17 +188,11 @@ class _RolloutShapes(RolloutEngine):
         first_sample_index: int | None = None,
     ) -> Rollout:
         rows, P = prompts.tokens.shape
-        B, T = rows * options.n, options.max_response_length
+        B = rows * options.n
+        empty = Prompts(tokens=np.zeros((B, P), np.int32), lengths=np.zeros(B, np.int32))
+        rollout = begin_responses(empty, options.max_response_length)
         layout = sharding.batch_rows(self._mesh, B)
-
-        def shape(dtype: DTypeLike, *dimensions: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(dimensions, dtype, sharding=layout)
-
-        return Rollout(
-            prompts=Prompts(tokens=shape(jnp.int32, B, P), lengths=shape(jnp.int32, B)),
-            responses=shape(jnp.int32, B, T),
-            lengths=shape(jnp.int32, B),
-            logprobs=shape(jnp.float32, B, T),
-            truncated=shape(jnp.bool_, B),
-            action_mask=shape(jnp.bool_, B, T),
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
+            dataclasses.replace(rollout, versions=None),
         )

@@ -7,6 +7,7 @@ Randomness is addressed: the token at position t of sample b has the key fold_in
 b), t), whichever row it is drawn in and whatever is drawn beside it.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -72,11 +73,7 @@ def draw_next_tokens(
     uniforms_Bx2 = token_uniforms(keys_B, drawn_B)
     forbidden_BxV = forbidden_ends(options, logits_BxV.shape[1], drawn_B)
     others = () if forbidden_BxV is None else (forbidden_BxV,)
-
-    def sample(*arrays: jax.Array, shards: VocabularyShards) -> Draws:
-        logits_BxV, uniforms_Bx2, *forbidden = arrays
-        return sample_tokens(logits_BxV, uniforms_Bx2, options.filters, shards, *forbidden)
-
+    sample = functools.partial(sample_tokens, filters=options.filters)
     return split_vocabulary(sample)(logits_BxV, uniforms_Bx2, *others)
 
 
@@ -113,18 +110,19 @@ def finishes_responses(
 def sample_tokens(
     logits_BxV: jax.Array,
     uniforms_Bx2: jax.Array,
+    forbidden_BxV: jax.Array | None = None,
+    *,
     filters: Filters,
     shards: VocabularyShards = WHOLE,
-    forbidden_BxV: jax.Array | None = None,
 ) -> Draws:
     """Draw the next token of each row.
 
     Args:
       logits_BxV: float32; this device's part of them if the vocabulary is split.
       uniforms_Bx2: float32 in [0, 1).
+      forbidden_BxV: bool, tokens that are not to be drawn, split as the logits are, or `None`.
       filters: static.
       shards: the devices that split the vocabulary.
-      forbidden_BxV: bool, tokens that are not to be drawn, split as the logits are, or `None`.
     """
     assert logits_BxV.ndim == 2, logits_BxV.shape
     assert uniforms_Bx2.shape == (logits_BxV.shape[0], 2), (logits_BxV.shape, uniforms_Bx2.shape)

@@ -292,16 +292,10 @@ def compact_slots(job: DecodeJob, state: DecodeState, width: int) -> DecodeState
         return x.at[target_m].set(x[source_m], mode="drop")
 
     moved = jax.tree.map(move, state.slots)
-    cache = moved.cache
-    if job.model.decoding == "cpu":
-        cache = jax.tree.map(lambda x: x[:width], cache)
-    compacted = Slots(
-        sample=moved.sample[:width],
-        drawn=moved.drawn[:width],
-        token=moved.token[:width],
-        cache=cache,
-    )
-    return state._replace(slots=compacted)
+    narrow = jax.tree.map(lambda x: x[:width], moved)
+    if job.model.decoding != "cpu":
+        narrow = narrow._replace(cache=moved.cache)
+    return state._replace(slots=narrow)
 
 
 def record_draws(

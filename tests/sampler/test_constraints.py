@@ -8,7 +8,6 @@ import pytest
 
 from jax_ppo.config.schema import MeshShape
 from jax_ppo.runtime.meshes import make_mesh
-from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.decode_loop import SamplingOptions, sampler_program
 from jax_ppo.sampler.text_search import search_for
@@ -126,9 +125,9 @@ def test_devices_that_split_rows_and_vocabulary_constrain_alike():
         "min_new_tokens": 2,
     }
     with jax.set_mesh(mesh):
-        split = sampler_program(
-            actor.decoded, SamplingOptions(12, 1.0, slots=3, **options), split_rows
-        )(*place_for_decoding(mesh, actor, prompts))
+        split = sampler_program(actor.decoded, SamplingOptions(12, 1.0, slots=3, **options))(
+            *place_for_decoding(mesh, actor, prompts)
+        )
     alone = actor.sample(prompts, **options)
     np.testing.assert_array_equal(split.responses, alone.responses)
     np.testing.assert_allclose(split.logprobs, alone.logprobs, atol=1e-5)

@@ -1,7 +1,5 @@
 """Partial rollouts: responses continue where they stopped, under newer weights."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,16 +39,14 @@ def begun():
 
 def continue_to_the_end(continuation, params, rollout, draws, version):
     while not has_ended(rollout).all():
-        rollout, draws = continuation(params, rollout, draws, version)
-        rollout = dataclasses.replace(rollout, slot_steps=None)
+        rollout, draws, _ = continuation(params, rollout, draws, version)
     return jax.device_get(rollout)
 
 
 def test_with_unchanged_weights_the_tokens_are_those_of_one_rollout(actor, continuation, begun):
     """Samples that enter at different times are at different places of their responses."""
     later = np.arange(len(LENGTHS)) >= 3
-    first, draws = continuation(actor.params, *begun, 0)
-    first = dataclasses.replace(first, slot_steps=None)
+    first, draws, _ = continuation(actor.params, *begun, 0)
 
     def enter(new, old):
         return jnp.where(later.reshape(-1, *(1,) * (new.ndim - 1)), new, old)
@@ -70,8 +66,7 @@ def test_each_tokens_log_prob_is_that_of_the_weights_that_its_version_names(
 ):
     newer = Actor(actor.scored.architecture)
     newer.stacked, newer.params = newer.init(jax.random.key(1))
-    rollout, draws = continuation(actor.params, *begun, 4)
-    rollout = dataclasses.replace(rollout, slot_steps=None)
+    rollout, draws, _ = continuation(actor.params, *begun, 4)
     rollout = continue_to_the_end(continuation, newer.params, rollout, draws, 6)
     versions = np.where(np.arange(T) < LENGTH, 4, 6) * rollout.action_mask
     np.testing.assert_array_equal(rollout.versions, versions)

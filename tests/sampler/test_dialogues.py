@@ -125,7 +125,9 @@ def talk(actor, prompt, row, sample, max_turns, max_turn_length):
 
 @jax.jit
 def draw(logits, keys, position):
-    return sampling.sample_tokens(logits, sampling.token_uniforms(keys, position), Filters())
+    return sampling.sample_tokens(
+        logits, sampling.token_uniforms(keys, position), filters=Filters()
+    )
 
 
 def with_rows(prompts):

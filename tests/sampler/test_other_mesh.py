@@ -89,7 +89,7 @@ def test_decoding_gathers_no_weights(run):
     """Each weight is split as the program reads it, so that only activations move per token."""
     with jax.set_mesh(run.mesh):
         run.wrapped.update_weights(run.params)
-        arguments = run.wrapped._to_mesh(run.prompts, run.key)
+        arguments = run.wrapped.send(run.prompts, run.key)
     inner = run.wrapped._engine
     with jax.set_mesh(run.wrapped._mesh):
         program = inner._program(sampler_program, SAMPLED)

@@ -12,15 +12,15 @@ from jax_ppo.sampler.filters import Filters
 # jax.random.uniform stays below it, draw need not rely on that.
 LAST = np.nextafter(np.float32(1), np.float32(0))
 draw_tokens = jax.jit(lambda logits, uniforms: filters.draw_tokens(weigh(logits), uniforms))
-_sample = jax.jit(sampling.sample_tokens, static_argnums=2)
-keep_top_k, keep_top_p, keep_min_p = (
-    jax.jit(f, static_argnums=1)
-    for f in (filters.keep_top_k, filters.keep_top_p, filters.keep_min_p)
+_sample = jax.jit(sampling.sample_tokens, static_argnames="filters")
+keep_top_k, keep_min_p = (
+    jax.jit(f, static_argnums=1) for f in (filters.keep_top_k, filters.keep_min_p)
 )
+keep_top_p = jax.jit(lambda w, p: filters.keep_top_p(w, p, w.sum(-1)), static_argnums=1)
 
 
 def sample_tokens(logits, uniforms, *options):
-    return _sample(logits, uniforms, Filters(*options))
+    return _sample(logits, uniforms, filters=Filters(*options))
 
 
 def weigh(logits):
@@ -35,7 +35,7 @@ def draw_many(logits, draws, options=(1.0,)):
         sampling.sample_keys(jax.random.key(3), jnp.arange(draws)), 5
     )
     return sampling.sample_tokens(
-        jnp.broadcast_to(logits, (draws, len(logits))), uniforms, Filters(*options)
+        jnp.broadcast_to(logits, (draws, len(logits))), uniforms, filters=Filters(*options)
     )[0]
 
 
@@ -195,7 +195,9 @@ def test_plain_sampling_neither_sorts_nor_bisects():
     def has_a_loop_or_sort(*options):
         args = random_logits(2, 50), np.zeros((2, 2), np.float32)
         text = str(
-            jax.make_jaxpr(lambda *args: sampling.sample_tokens(*args, Filters(*options)))(*args)
+            jax.make_jaxpr(lambda *args: sampling.sample_tokens(*args, filters=Filters(*options)))(
+                *args
+            )
         )
         return any(name in text for name in (" sort[", " top_k[", " while[", " scan["))
 

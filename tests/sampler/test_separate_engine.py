@@ -103,7 +103,7 @@ def test_separate_devices_draw_what_the_same_layout_on_shared_ones_does(
     assert device_sets(engine._engine._weights) == decoding
     # The programs that decode, with their slots, run there, too.
     with jax.set_mesh(rollout_mesh):
-        moved = engine._to_mesh(prompts, key)
+        moved = engine.send(prompts, key)
         assert device_sets(engine._engine.generate(*moved, SAMPLED)) == decoding
     for ours, theirs in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))

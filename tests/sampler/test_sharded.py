@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from hlo import read_collectives
 from jax_ppo.config.schema import MeshShape
 from jax_ppo.runtime import meshes, placement, sharding
-from jax_ppo.runtime.parallelism.rows import split_rows
 from jax_ppo.runtime.parallelism.vocabulary import WHOLE, split_vocabulary
 from jax_ppo.sampler import sampling
 from jax_ppo.sampler.decode_loop import SamplingOptions, sampler_program
@@ -39,7 +38,7 @@ def split(actor, request):
     mesh = meshes.make_mesh(MeshShape(**shape))
     args = place_for_decoding(mesh, actor, make_prompts(range(1, 17)))
     with jax.set_mesh(mesh):
-        sampler = sampler_program(actor.decoded, OPTIONS, split_rows)
+        sampler = sampler_program(actor.decoded, OPTIONS)
         rollout = sampler(*args)
         return rollout, sampler.lower(*args).compile().as_text()
 
@@ -70,9 +69,7 @@ def test_prompts_that_the_devices_do_not_divide_get_the_samples_of_one(actor, sh
     alone = sampler_program(actor.decoded, OPTIONS)(actor.params, prompts, jax.random.key(0))
     mesh = meshes.make_mesh(MeshShape(**shape))
     with jax.set_mesh(mesh):
-        rollout = sampler_program(actor.decoded, OPTIONS, split_rows)(
-            *place_for_decoding(mesh, actor, prompts)
-        )
+        rollout = sampler_program(actor.decoded, OPTIONS)(*place_for_decoding(mesh, actor, prompts))
     assert len(rollout.lengths) == 26 and rollout.responses.sharding.is_fully_replicated
     for name in ("responses", "lengths", "truncated", "action_mask"):
         np.testing.assert_array_equal(getattr(rollout, name), getattr(alone, name))
@@ -120,10 +117,10 @@ def test_devices_that_split_the_vocabulary_draw_the_tokens_of_one(options, shape
     # In the first rows the likeliest tokens are several, of which greedy takes the first.
     logits[:32, [3, 700, 4999]] += 1
     uniforms = rng.random((64, 2)).astype(np.float32)
-    whole = jax.jit(sampling.sample_tokens, static_argnums=2)
+    whole = jax.jit(sampling.sample_tokens, static_argnames="filters")
 
     def split(logits, uniforms, shards):
-        return sampling.sample_tokens(logits, uniforms, Filters(*options), shards)
+        return sampling.sample_tokens(logits, uniforms, filters=Filters(*options), shards=shards)
 
     mesh = meshes.make_mesh(MeshShape(**dict(zip(SHAPE_AXES, shape, strict=True))))
     layout = NamedSharding(mesh, PartitionSpec(meshes.ROWS, "model"))
@@ -132,7 +129,7 @@ def test_devices_that_split_the_vocabulary_draw_the_tokens_of_one(options, shape
         arguments = jax.device_put(logits, layout), placement.place(uniforms, sharding.rows(mesh))
         compiled = program.lower(*arguments).compile()
         tokens, logprobs = compiled(*arguments)
-    expected_tokens, expected_logprobs = whole(logits, uniforms, Filters(*options))
+    expected_tokens, expected_logprobs = whole(logits, uniforms, filters=Filters(*options))
     np.testing.assert_array_equal(tokens, expected_tokens)
     np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-6)
     assert options != (0.0,) or (np.asarray(tokens)[:32] == 3).all()
@@ -149,7 +146,9 @@ def test_some_devices_search_all_of_their_tokens_while_others_need_not():
     logits, uniforms = scales * rng.normal(0, 1, (8, 33_000)), rng.random((8, 2))
 
     def draw(logits, uniforms, shards):
-        return sampling.sample_tokens(logits, uniforms, Filters(1.0, 15_000, 0.8), shards)
+        return sampling.sample_tokens(
+            logits, uniforms, filters=Filters(1.0, 15_000, 0.8), shards=shards
+        )
 
     arguments = jnp.float32(logits), jnp.float32(uniforms)
     whole = jax.jit(functools.partial(draw, shards=WHOLE))(*arguments)
@@ -171,7 +170,9 @@ def test_a_nan_on_one_device_gives_a_token_of_the_vocabulary_and_shows_in_the_lo
         for temperature in (0.0, 1.0):
 
             def sample(logits, uniforms, shards, temperature=temperature):
-                return sampling.sample_tokens(logits, uniforms, Filters(temperature), shards)
+                return sampling.sample_tokens(
+                    logits, uniforms, filters=Filters(temperature), shards=shards
+                )
 
             program = jax.jit(split_vocabulary(sample))
             tokens, logprobs = program(jnp.asarray(logits), jnp.full((2, 2), 0.5))
@@ -190,7 +191,7 @@ def test_a_vocabulary_that_no_devices_divide_is_whole_on_each():
         jax.device_put(jax.random.key(0), sharding.replicated(mesh)),
     )
     with jax.set_mesh(mesh):
-        rollout = sampler_program(odd.decoded, OPTIONS, split_rows)(*args)
+        rollout = sampler_program(odd.decoded, OPTIONS)(*args)
     alone = sampler_program(odd.decoded, OPTIONS)(
         odd.params, make_prompts(range(1, 17)), jax.random.key(0)
     )
@@ -205,7 +206,7 @@ def test_attention_that_no_compiler_can_split_is_run_by_each_device(actor, cudnn
     mesh = meshes.make_mesh(MeshShape(**dict(zip(SHAPE_AXES, shape, strict=True))))
     prompts = make_prompts(range(1, 17))
     with jax.set_mesh(mesh):
-        sampler = sampler_program(actor.decoded.clone(decoding="cudnn"), OPTIONS, split_rows)
+        sampler = sampler_program(actor.decoded.clone(decoding="cudnn"), OPTIONS)
         rollout = sampler(*place_for_decoding(mesh, actor, prompts))
     alone = sampler_program(actor.decoded, OPTIONS)(actor.params, prompts, jax.random.key(0))
     np.testing.assert_array_equal(rollout.responses, alone.responses)

@@ -20,7 +20,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.models import heads
 from jax_ppo.models.hf.peft import save_adapters
 from jax_ppo.models.hf.save import export_checkpoint
-from jax_ppo.models.hf.weight_files import EXPORT_DTYPES, merge_adapters
+from jax_ppo.models.hf.weight_files import merge_adapters
 from jax_ppo.models.lora import enlarge_adapters, join_adapters, omit_adapters, split_adapters
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes, placement, sharding
@@ -68,8 +68,7 @@ class ExternalEngine(RolloutEngine):
 
         `actor` is the policy's model as trained, `params` the shapes that `update_weights` will
         get. Exports get the description and tokenizer of `folder`. `max_length` counts the tokens
-        of the longest prompt with its response. Raise `UserError` if the run has several processes,
-        or computes in a type that is not exported.
+        of the longest prompt with its response. Raise `UserError` if the run has several processes.
         """
         self.mesh, self.actor, self.options, self.folder = mesh, actor, options, folder
         self.max_length = max(max_length, _PROBE_LENGTH + _PROBE_TOKENS)
@@ -84,11 +83,6 @@ class ExternalEngine(RolloutEngine):
             raise UserError(
                 f"{self.setting}: runs in one process, not in {jax.process_count()}; use the "
                 "built-in engine, or all devices of one host"
-            )
-        if self.dtype not in EXPORT_DTYPES:
-            raise UserError(
-                f"{self.setting}: weights are sent as {' or '.join(EXPORT_DTYPES)}, not as "
-                f"{self.dtype}; set config.model.dtype"
             )
 
     def stop(self) -> None:
@@ -208,8 +202,7 @@ class ExternalEngine(RolloutEngine):
             truncated=np.array([response.truncated for response in responses]),
             action_mask=np.arange(T) < response_lengths[:, None],
         )
-        placed: Rollout = placement.place(rollout, sharding.batch_rows(self.mesh, B))
-        return placed
+        return placement.place(rollout, sharding.batch_rows(self.mesh, B))
 
     def _unused_adapters(self, base: Params, adapters: Params) -> list[str]:
         """Return the projections whose adapters the engine seems to leave out."""
@@ -260,8 +253,7 @@ class ExternalEngine(RolloutEngine):
         placed = placement.place(rows, sharding.rows(self.mesh))
         ours = _token_logprobs(self.actor, params, placed, (self.options.temperature, 1.0))
         ours = np.asarray(ours)[:, 0, _PROBE_LENGTH - 1 :][:, :_PROBE_TOKENS]
-        differences: list[float] = np.abs(ours - np.asarray(probe.logprobs)).mean(1).tolist()
-        return differences
+        return np.abs(ours - np.asarray(probe.logprobs)).mean(1).tolist()
 
 
 @functools.partial(jax.jit, static_argnames=("actor", "temperatures"))

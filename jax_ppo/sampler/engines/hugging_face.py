@@ -109,8 +109,8 @@ def _draw(
     draws = sampling.sample_tokens(
         logits_BxV,
         sampling.token_uniforms(keys_B, position),
-        options.filters,
-        forbidden_BxV=sampling.forbidden_ends(options, logits_BxV.shape[1], drawn_B),
+        sampling.forbidden_ends(options, logits_BxV.shape[1], drawn_B),
+        filters=options.filters,
     )
     stop_B = sampling.advance_stop_search(options, stop_B, draws.tokens, drawn_B + 1)
     ends_B = sampling.finishes_responses(options, draws.tokens, stop_B)

@@ -75,9 +75,8 @@ class ServerProtocol:
 
     def missing_routes(self, routes: Collection[str]) -> list[str]:
         """Return the routes that a server with these lacks."""
-        needed = [self.sample_route, *(route for route, _ in self.update("", ""))]
-        if self.version_route:
-            needed.append(self.version_route)
+        updates = [route for route, _ in self.update("", "")]
+        needed = filter(None, [self.sample_route, *updates, self.version_route])
         return [route for route in needed if route not in routes]
 
     def adapter_obstacle(self, routes: Collection[str]) -> str:

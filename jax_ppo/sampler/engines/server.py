@@ -193,7 +193,6 @@ class ServerEngine(ExternalEngine):
         return read_response(reply, options, num_ids or V)
 
     def _require_version(self, version: str | None) -> None:
-        """Raise `RequestFault` unless this is the version of the last update."""
         if version != self._version:
             raise RequestFault(
                 f"the weights have version {version!r} instead of {self._version!r}: the server "
