@@ -44,12 +44,8 @@ class Sizes:
 
     def __str__(self) -> str:
         hidden = () if self.options.get(_CHECKPOINTING) else (_POLICY,)
-        shown = [
-            f"{name}={AUTO if value is None else value}"
-            for name, value in self.options.items()
-            if name not in hidden
-        ]
-        return ", ".join(shown)
+        shown = {name: value for name, value in self.options.items() if name not in hidden}
+        return ", ".join(f"{name}={AUTO if x is None else x}" for name, x in shown.items())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -220,14 +220,11 @@ def _head_elements(step: AbstractStep, role: Role) -> int:
     return a.vocab_size * a.hidden_size // step.mesh.shape["model"] if role.has_logits else 0
 
 
-def _gathers_wide(step: AbstractStep, role: Role) -> bool:
-    """Return whether weights are gathered as they are stored, and then rounded: on GPUs."""
-    return meshes.gathers_weights(step.mesh) and target_platform() != "tpu"
-
-
 def _head_bytes(step: AbstractStep, role: Role) -> int:
     itemsize = role.itemsize
-    if _gathers_wide(step, role) and role.stored_itemsize > itemsize:
+    # GPUs gather weights as they are stored, and then round them.
+    rounds = meshes.gathers_weights(step.mesh) and target_platform() != "tpu"
+    if rounds and role.stored_itemsize > itemsize:
         itemsize += role.stored_itemsize
     return _head_elements(step, role) * itemsize
 
@@ -238,9 +235,9 @@ def _gathered_layer_bytes(step: AbstractStep, role: Role) -> int:
         return 0
     layers = sum(x.size for x in jax.tree.leaves(role.params["layers"]))
     elements = layers // role.architecture.num_layers // step.mesh.shape["model"]
-    if _gathers_wide(step, role):
-        return 2 * elements * role.stored_itemsize
-    return elements * role.itemsize
+    if target_platform() == "tpu":
+        return elements * role.itemsize
+    return 2 * elements * role.stored_itemsize
 
 
 def _cast_bytes(role: Role) -> int:

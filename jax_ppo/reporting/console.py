@@ -3,6 +3,7 @@
 Only the main process prints.
 """
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -152,7 +153,7 @@ class ProgressBar:
 
     def __init__(self, total: int, first_step: int) -> None:
         """Open the bar of a run of `total` steps."""
-        self._seconds: dict[str, float] = {}
+        self._seconds = collections.defaultdict[str, float](float)
         self._bar = tqdm.tqdm(
             total=total,
             initial=first_step,
@@ -174,14 +175,12 @@ class ProgressBar:
             with heartbeat.activity(name):
                 yield
         finally:
-            # A phase may be entered several times per step.
-            key = f"seconds/{name}"
-            self._seconds[key] = self._seconds.get(key, 0.0) + time.perf_counter() - started
+            self._seconds[f"seconds/{name}"] += time.perf_counter() - started
 
     def take_seconds(self) -> dict[str, float]:
         """Return the seconds of each phase since the last call, and reset them."""
-        seconds = self._seconds
-        self._seconds = {}
+        seconds = dict(self._seconds)
+        self._seconds.clear()
         return seconds
 
     def advance(self, line: str, seconds_left: float) -> None:

@@ -53,14 +53,14 @@ def collect_versions() -> dict[str, Any]:
     """Return the versions of Python and the libraries, and the kind and number of devices."""
     import jax
 
-    versions: dict[str, Any] = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        versions[package] = importlib.metadata.version(package)
-    versions["orbax"] = importlib.metadata.version("orbax-checkpoint")
-    versions["device_kind"] = jax.devices()[0].device_kind
-    versions["device_count"] = jax.device_count()
-    versions["process_count"] = jax.process_count()
-    return versions
+    return {
+        "python": platform.python_version(),
+        **{package: importlib.metadata.version(package) for package in _PACKAGES},
+        "orbax": importlib.metadata.version("orbax-checkpoint"),
+        "device_kind": jax.devices()[0].device_kind,
+        "device_count": jax.device_count(),
+        "process_count": jax.process_count(),
+    }
 
 
 def to_json_value(value: Any) -> Any:

@@ -32,12 +32,9 @@ class CurveFile:
         self._path = path
         self._columns: list[str] = []
         self._last_step: int | None = None
-        rows: list[dict[str, str]] = []
         # Steps after the checkpoint are computed again: their old rows are dropped.
-        if steps_done:
-            _validate_rows(path)
-            rows = [row for row in read_metrics_csv(path) if int(row["step"]) <= steps_done]
-        self._rewrite(rows)
+        rows = _validated_rows(path) if steps_done and path.exists() else ()
+        self._rewrite([row for row in rows if int(row["step"]) <= steps_done])
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Append a row, or merge the metrics into the last row if it is of the same step."""
@@ -74,15 +71,15 @@ def read_metrics_csv(path: Path) -> list[dict[str, str]]:
 
 def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
     """Yield the number of the line and the values of each row, without blank lines."""
-    # A damaged byte is replaced: `_validate_rows` names its line.
+    # A damaged byte is replaced: `_validated_rows` names its line.
     complete_lines, _, _ = path.read_text(encoding="utf-8", errors="replace").rpartition("\n")
     reader = csv.DictReader(complete_lines.split("\n"))
     for row in reader:
         yield reader.line_num, row
 
 
-def _validate_rows(path: Path) -> None:
-    for line, row in _read_lines(path) if path.exists() else ():
+def _validated_rows(path: Path) -> Iterator[dict[str, str]]:
+    for line, row in _read_lines(path):
         try:
             int(row["step"])
             for value in row.values():
@@ -92,6 +89,7 @@ def _validate_rows(path: Path) -> None:
                 f"{path}: line {line} does not hold the metrics of a step that line 1 names; "
                 "remove the line"
             ) from None
+        yield row
 
 
 class MetricsLog(contextlib.ExitStack):

@@ -16,7 +16,12 @@ from jax_ppo.config.schema import Config, Data, Reward, RolloutOptions
 from jax_ppo.data.response_rows import GivenResponses
 from jax_ppo.data.tokenize_prompts import PromptDataset
 from jax_ppo.environments.host import HostEnvironment
-from jax_ppo.environments.loading import describe_tools, load_environment_class, try_first_reset
+from jax_ppo.environments.loading import (
+    describe_tools,
+    load_environment_class,
+    make_environment,
+    try_first_reset,
+)
 from jax_ppo.errors import UserError, counted
 from jax_ppo.memory.decoding_slots import count_decoding_slots
 from jax_ppo.memory.memory_check import PPOMemory, validate_memory
@@ -33,12 +38,7 @@ from jax_ppo.rewards.worker_pool import RewardThreads, RewardWorkers, isolate
 from jax_ppo.run.life_cycle import count_steps
 from jax_ppo.run.parts import PPORun, batches_in_order
 from jax_ppo.run.rule_trial import try_first_rows
-from jax_ppo.run.run_examples import (
-    build_environment,
-    chat_template,
-    load_examples,
-    tokenize_run_prompts,
-)
+from jax_ppo.run.run_examples import chat_template, load_examples, tokenize_run_prompts
 from jax_ppo.run.run_models import Report, RunModels, read_run_models, validate_run_models
 from jax_ppo.runtime import heartbeat, meshes
 from jax_ppo.runtime.devices import read_memory_limit
@@ -194,7 +194,10 @@ def _build_prompts(
     rows: _RunRows,
     given: GivenResponses | None,
 ) -> tuple[PromptDataset, PromptDataset | None, HostEnvironment | None]:
-    """Return training prompts or `given` responses, held-out prompts, and their environment."""
+    """Return training prompts or `given` responses, held-out prompts, and their environment.
+
+    With an environment, their rows are numbered throughout.
+    """
     with heartbeat.activity("tokenizing prompts"):
         sampled = rows.examples if given is None else []
         training, held_out = tokenize_run_prompts(data, models.tokenizer, sampled, rows.held_out)
@@ -202,14 +205,15 @@ def _build_prompts(
         training = given
     if rows.environment_class is None:
         return training, held_out, None
-    return build_environment(
-        rows.environment_class,
-        multi_turn,
-        models.tokenizer,
-        training,
-        held_out,
-        chat_template(data),
+    training = dataclasses.replace(training, first_row=0)
+    examples = list(training.examples)
+    if held_out is not None:
+        held_out = dataclasses.replace(held_out, first_row=len(training))
+        examples += held_out.examples
+    environment = make_environment(
+        rows.environment_class, multi_turn, models.tokenizer, examples, chat_template(data)
     )
+    return training, held_out, environment
 
 
 def _build_engine(
@@ -245,7 +249,6 @@ def _resolve_rule(options: Reward, examples: list[Example]) -> RunRule:
 
 
 def _report_size(run: PPORun, report: Report) -> None:
-    """Report the prompts and steps of a run, and a warm-up that is long for so many steps."""
     config = run.config
     trained = [role for role in run.states.roles if role.is_used and role.is_trained]
     optims = {role.name: role.trained_with.optim for role in trained}

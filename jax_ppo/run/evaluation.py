@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_ppo.data import prompt_batches
 from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.ppo import forward_passes
 from jax_ppo.ppo.mini_batches import sample_lengths
@@ -23,8 +24,9 @@ from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Rollout, with_nan
 
-# (batch, index of its first sample) -> rollout, scores [B], correct [B], records of all samples
-Respond = Callable[[PromptBatch, int], tuple[Rollout, np.ndarray, np.ndarray, list[dict[str, Any]]]]
+# Rollout, scores [B], correct [B], records of all samples
+Responses = tuple[Rollout, np.ndarray, np.ndarray, list[dict[str, Any]]]
+Respond = Callable[[PromptBatch, int], Responses]  # takes a batch, the index of its first sample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,17 +53,6 @@ def evaluate_policy(
     `before_batch` is called before each batch; it may raise to end the evaluation. Raise
     `EvaluationFailed` if the reward function failed on every response.
     """
-    release_freed_memory(state)
-    run.engine.update_weights(run.policy_params(state))
-    try:
-        return _evaluate_held_weights(run, state, before_batch)
-    finally:
-        run.engine.release_weights()
-
-
-def _evaluate_held_weights(
-    run: PPORun, state: TrainState, before_batch: Callable[[], None]
-) -> Evaluation:
     rewards_of_batches: list[RuleRewards] = []
     predictions: list[critic_quality.Predictions] = []
     forward = run.step_options.forward
@@ -70,9 +61,7 @@ def _evaluate_held_weights(
     key = run.sample_keys(Stream.EVALUATION, 0)
     address = {"seed": run.config.seed, "stream": "evaluation", "step": 0}
 
-    def respond(
-        batch: PromptBatch, first: int
-    ) -> tuple[Rollout, np.ndarray, np.ndarray, list[dict[str, Any]]]:
+    def respond(batch: PromptBatch, first: int) -> Responses:
         before_batch()
         activity.update(f"batch {len(rewards_of_batches) + 1}")
         prompts = run.place_prompts(batch.prompts)
@@ -95,8 +84,15 @@ def _evaluate_held_weights(
         )
         return rollout, scores, correct, records
 
-    with heartbeat.activity("evaluation") as activity:
-        evaluation = evaluate_batches(run.held_out_batches(), respond)
+    assert run.held_out is not None, "there are no validation files"
+    batches = prompt_batches.evaluation_batches(run.held_out, run.config.data.val_batch_size)
+    release_freed_memory(state)
+    run.engine.update_weights(run.policy_params(state))
+    try:
+        with heartbeat.activity("evaluation") as activity:
+            evaluation = evaluate_batches(batches, respond)
+    finally:
+        run.engine.release_weights()
     critic = critic_quality.describe_critic(predictions) if predictions else {}
     figures = {f"critic/{name}": value for name, value in critic.items()}
     evaluation = dataclasses.replace(evaluation, figures=evaluation.figures | figures)

@@ -1,11 +1,9 @@
 """The parts of a PPO run that stay the same from step to step; what changes is in `TrainState`."""
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 from jax_ppo.config.schema import Data
-from jax_ppo.data import prompt_batches
 from jax_ppo.data.prompt_batches import PromptBatch, PromptBatches
 from jax_ppo.data.sources import source_weights
 from jax_ppo.data.tokenize_prompts import PromptDataset
@@ -41,11 +39,6 @@ class PPORun(StepParts):
         forward = dataclasses.replace(options.forward, **changes)
         packed = self.packer.pack_rows(sample_lengths(batch, rollout))
         return sequences, run_forward_passes(forward, self.nets, state, sequences, packed)
-
-    def held_out_batches(self) -> Iterator[PromptBatch]:
-        """Return the batches of an evaluation."""
-        assert self.held_out is not None, "there are no validation files"
-        return prompt_batches.evaluation_batches(self.held_out, self.config.data.val_batch_size)
 
 
 def batches_in_order(

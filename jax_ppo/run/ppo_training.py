@@ -18,7 +18,7 @@ from jax_ppo.ppo.programs import take_step_on_shapes
 from jax_ppo.ppo.rewarding import FailedSteps
 from jax_ppo.ppo.samples import choose_source
 from jax_ppo.ppo.samples.source import SampleSource
-from jax_ppo.ppo.step import StepResult, take_ppo_step
+from jax_ppo.ppo.step import take_ppo_step
 from jax_ppo.reporting import console
 from jax_ppo.run import life_cycle
 from jax_ppo.run.build import build_run
@@ -121,10 +121,32 @@ class PPOTraining:
     def take_step(self, state: TrainState, step: int, journal: Reporter) -> TrainState:
         """Take a step, and queue its report."""
         assert self._samples is not None, "the run has not begun"
-        state, result = take_ppo_step(self._run, state, self._samples, step, journal)
-        sampled = result.sampled
-        self._failed_steps.count(step, result.rule_rewards)
-        report_step(self._run, journal, step, result)
+        run = self._run
+        state, result = take_ppo_step(run, state, self._samples, step, journal)
+        sampled, rule_rewards = result.sampled, result.rule_rewards
+        self._failed_steps.count(step, rule_rewards)
+        staleness = {}
+        if run.config.rollout.max_staleness and sampled.weights_step is not None:
+            staleness["rollout/staleness"] = step - sampled.weights_step
+        sampling_metrics = measure_sampling(
+            sampled.rollout,
+            rule_rewards.correct,
+            result.rewards,
+            rule_rewards.steps,
+            responses_per_prompt=run.config.responses_per_prompt,
+            step=step,
+        )
+        lengths = sampled.batch.prompts.lengths
+        journal.report_later(
+            step,
+            result.metrics | sampling_metrics,
+            rule_rewards,
+            flops=count_step_flops(
+                run.step_options, run.nets, step, lengths, result.packed.lengths
+            ),
+            samples=result,
+            on_host={"update/padding": result.packed.padding, **staleness, **sampled.metrics},
+        )
         if sampled.note:
             console.print_on_main(sampled.note)
         self.position = sampled.position
@@ -154,30 +176,3 @@ class PPOTraining:
     def export(self, state: TrainState, folder: Path, journal: Reporter) -> None:
         """Write the trained roles as Hugging Face folders."""
         export_models(self._run, state, folder, journal)
-
-
-def report_step(run: PPORun, reporter: Reporter, step: int, result: StepResult) -> None:
-    """Start computing a step's metrics, and queue its report without waiting."""
-    sampled = result.sampled
-    rule_rewards = result.rule_rewards
-    staleness = {}
-    if run.config.rollout.max_staleness and sampled.weights_step is not None:
-        staleness["rollout/staleness"] = step - sampled.weights_step
-    sampling_metrics = measure_sampling(
-        sampled.rollout,
-        rule_rewards.correct,
-        result.rewards,
-        rule_rewards.steps,
-        responses_per_prompt=run.config.responses_per_prompt,
-        step=step,
-    )
-    reporter.report_later(
-        step,
-        result.metrics | sampling_metrics,
-        rule_rewards,
-        flops=count_step_flops(
-            run.step_options, run.nets, step, sampled.batch.prompts.lengths, result.packed.lengths
-        ),
-        samples=result,
-        on_host={"update/padding": result.packed.padding, **staleness, **sampled.metrics},
-    )

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from jax_ppo.config.rollout_options import MultiTurn
 from jax_ppo.config.schema import Config, Data
 from jax_ppo.data import sources
 from jax_ppo.data.chat_templates import ChatTemplate
@@ -20,8 +19,6 @@ from jax_ppo.data.response_rows import GivenResponses, RefusedRow, ResponseReade
 from jax_ppo.data.row_formats import parse_row
 from jax_ppo.data.tokenize_prompts import PromptDataset, PromptEncoding, tokenize_prompts
 from jax_ppo.data.tokenizer import count_ids
-from jax_ppo.environments.host import HostEnvironment
-from jax_ppo.environments.loading import make_environment
 from jax_ppo.errors import UserError, counted, shorten
 from jax_ppo.models.hf.load import read_architecture
 from jax_ppo.models.hf.model_folders import resolve_model_folder
@@ -231,24 +228,6 @@ def tokenize_run_prompts(
         training = tokenize(examples, "config.data.train_files")
     held_out = tokenize(held_out_examples, data.held_out_option) if held_out_examples else None
     return training, held_out
-
-
-def build_environment(
-    environment_class: Callable[..., Any],
-    options: MultiTurn,
-    tokenizer: Any,
-    training: PromptDataset,
-    held_out: PromptDataset | None,
-    chat_template: ChatTemplate = True,
-) -> tuple[PromptDataset, PromptDataset | None, HostEnvironment]:
-    """Return the prompts with rows that are numbered throughout, and their environment."""
-    training = dataclasses.replace(training, first_row=0)
-    examples = list(training.examples)
-    if held_out is not None:
-        held_out = dataclasses.replace(held_out, first_row=len(training))
-        examples += held_out.examples
-    environment = make_environment(environment_class, options, tokenizer, examples, chat_template)
-    return training, held_out, environment
 
 
 def read_given_responses(config: Config, workdir: Path) -> tuple[GivenResponses, int, list[str]]:

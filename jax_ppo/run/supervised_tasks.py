@@ -22,7 +22,6 @@ class Task:
 
 
 def _layout(figures: tuple[console.Column, ...], panels: tuple[Panel, ...]) -> journal.ReportLayout:
-    """Return the presentation of a task, which has these figures besides the loss and gradient."""
     return journal.ReportLayout(
         columns=(
             console.Column("train/loss", 6, 3, "loss "),

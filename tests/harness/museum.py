@@ -1563,8 +1563,8 @@ RUNS = [
         source="wandb#1040: rows of a killed run next to rows of the resumed one",
         test=f"{TEST_METRICS}::TestCurveFile::test_an_interruption_leaves_no_trace",
         where="CurveFile.__init__",
-        old="[row for row in read_metrics_csv(path) if int(row['step']) <= steps_done]",
-        new="[row for row in read_metrics_csv(path)]",
+        old="[row for row in rows if int(row['step']) <= steps_done]",
+        new="[*rows]",
     ),
     Exhibit(
         name="tensorboard_shows_steps_twice",

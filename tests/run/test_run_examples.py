@@ -1,34 +1,27 @@
 """The rows that a run trains on and holds out, and their numbers in an environment."""
 
 import dataclasses
+import types
 
-import numpy as np
 import pytest
 
+from character_tokenizer import CharacterTokenizer
 from data_files import write_rows
 from jax_ppo.config.loading import load_config
 from jax_ppo.config.rollout_options import MultiTurn
 from jax_ppo.config.schema import Data
-from jax_ppo.data.tokenize_prompts import PromptDataset
 from jax_ppo.environments.calculator import Calculator
 from jax_ppo.errors import UserError
-from jax_ppo.run.run_examples import (
-    build_environment,
-    load_examples,
-    split_examples,
-)
+from jax_ppo.run import build
+from jax_ppo.run.run_examples import load_examples, split_examples
 from jax_ppo.types import Example
 
 
-def make_dataset(names):
-    examples = tuple(Example(name, "mine") for name in names)
-    return PromptDataset(examples, [np.ones(1, np.int32)] * len(names), 4)
-
-
 def test_rows_are_numbered_throughout():
-    training, held_out, environment = build_environment(
-        Calculator, MultiTurn(), None, make_dataset("abc"), make_dataset("de")
-    )
+    sampled, others = ([Example(name, "mine") for name in names] for names in ("abc", "de"))
+    rows = build._RunRows(sampled, others, None, 1.0, Calculator)
+    models = types.SimpleNamespace(tokenizer=CharacterTokenizer())
+    training, held_out, environment = build._build_prompts(Data(), MultiTurn(), models, rows, None)
     assert (training.first_row, held_out.first_row) == (0, 3)
     examples = environment._examples
     assert [examples[row].prompt for row in (2, 3, 4)] == ["c", "d", "e"]
