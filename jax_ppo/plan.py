@@ -148,7 +148,6 @@ def _heading(plan: "StepPlan") -> str:
 
 
 def _mesh_text(shape: dict[str, int]) -> str:
-    # Rarely used axes are left out if they split nothing.
     shown_axes = {axis: size for axis, size in shape.items() if size > 1 or axis in _USUAL_AXES}
     return " x ".join(f"{axis} {size}" for axis, size in shown_axes.items())
 

@@ -31,11 +31,8 @@ def export_models(run: PPORun, state: TrainState, folder: Path, journal: Journal
 def _export_role(
     run: PPORun, role: ModelRole, export: Export, state: TrainState, folder: Path, journal: Journal
 ) -> None:
-    """Write a trained role as a Hugging Face folder.
-
-    The actor's adapters are merged into it, and also written to a separate folder. The critic's
-    are written in PEFT's format only.
-    """
+    # The actor's adapters are merged into its folder, and also written to a separate one. The
+    # critic's are written in PEFT's format only.
     # A critic that is a head on the actor's trunk is in the actor's tree.
     source = role.name if role.name in state.models else "actor"
     net = run.nets[source]

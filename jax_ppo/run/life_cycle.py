@@ -254,13 +254,12 @@ class StepLoop:
         with contextlib.ExitStack() as precompilation:
             # A finished run only exports, and needs no program of a step.
             if progress.step < training.total_steps:
-                take_step = training.step_on_shapes(progress)
                 compile_: Compile = compiled_programs.compile_program
                 if self.choice.smaller() is not None:
                     compile_ = compile_within(self.choice, training.memory.measure().resident)
-                precompilation.enter_context(
-                    compile_in_background(take_step, training.mesh, compile_)
-                )
+                take_step = training.step_on_shapes(progress)
+                compiling = compile_in_background(take_step, training.mesh, compile_)
+                precompilation.enter_context(compiling)
             state = training.load_state(self.checkpoints, progress.step)
             evaluates_first = progress.step == 0 and self.config.trainer.val_before_train
             if training.can_evaluate and (evaluates_first or progress.evaluation_pending):

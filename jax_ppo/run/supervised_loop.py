@@ -60,7 +60,7 @@ from jax_ppo.training.supervised_step import (
     train_step,
     trained_shapes,
 )
-from jax_ppo.types import Example, Params, with_nan
+from jax_ppo.types import Example, with_nan
 
 
 def train_supervised(config: Config, workdir: Path, task: Task) -> dict[str, Any]:
@@ -209,7 +209,21 @@ class SupervisedTraining:
         before_batch: Callable[[], None] = lambda: None,
     ) -> life_cycle.Quality:
         """Evaluate on the held-out examples and report it."""
-        means = self._measure_held_out(state["params"], before_batch)
+        assert self.held_out is not None, "there are no validation files"
+        sums: collections.Counter[str] = collections.Counter()
+        batches = prompt_batches.evaluation_batches(
+            self.held_out.prompts, self.config.data.val_batch_size
+        )
+        with heartbeat.activity("evaluation") as activity:
+            for number, batch in enumerate(batches, start=1):
+                activity.update(f"batch {number}")
+                before_batch()
+                placed = self.place_batch(self.held_out, batch)
+                batch_sums = jax.device_get(measure_batch(self._setup, state["params"], placed))
+                sums.update({name: float(value) for name, value in batch_sums.items()})
+        # Sums of all batches over all units: batches of any size count by their content.
+        units = sums.pop("units")
+        means = {name: sums[name] / units for name in self.task.objective.names}
         shown = ", ".join(f"{name} {value:.3f}" for name, value in means.items())
         journal.write_evaluation(completed_steps, dict(means), shown)
         # Larger is better for the best checkpoint, hence the negative loss.
@@ -283,25 +297,6 @@ class SupervisedTraining:
             self._setup, state, self._replicate(np.int32(step)), batch
         )
         return results
-
-    def _measure_held_out(
-        self, params: Params, before_batch: Callable[[], None]
-    ) -> dict[str, float]:
-        assert self.held_out is not None, "there are no validation files"
-        sums: collections.Counter[str] = collections.Counter()
-        batches = prompt_batches.evaluation_batches(
-            self.held_out.prompts, self.config.data.val_batch_size
-        )
-        with heartbeat.activity("evaluation") as activity:
-            for number, batch in enumerate(batches, start=1):
-                activity.update(f"batch {number}")
-                before_batch()
-                placed = self.place_batch(self.held_out, batch)
-                batch_sums = jax.device_get(measure_batch(self._setup, params, placed))
-                sums.update({name: float(value) for name, value in batch_sums.items()})
-        # Sums of all batches over all units: batches of any size count by their content.
-        units = sums.pop("units")
-        return {name: sums[name] / units for name in self.task.objective.names}
 
 
 @heartbeat.activity("preparing the run")
