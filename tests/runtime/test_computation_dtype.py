@@ -51,5 +51,5 @@ def test_the_choice_is_printed_and_in_the_work_directory(tmp_path, capsys):
         written = json.loads((folder / "config.json").read_text())
     assert written == dataclasses.asdict(resolved) and resolved.model.dtype == "float32"
     lines = capsys.readouterr().out.splitlines()
-    assert "; computing in float32 on cpu" in lines[0]
+    assert "UTC: computing in float32 on cpu" in lines[0]
     assert "dtype" not in "".join(lines), "it was not set"
