@@ -54,7 +54,8 @@ class TimedThreads:
     ) -> Generator[CallResult]:
         """Yield the results of calls in order; `CallTimeout` for one longer than `timeout` seconds.
 
-        Calls that have not begun when the generator is closed are not made.
+        When the generator is closed, calls that have not begun are not made, and threads whose
+        calls go on are abandoned.
         """
         calls = [_Call(function) for function in functions]
         for call in calls:
@@ -64,7 +65,8 @@ class TimedThreads:
                 yield self._wait(call, timeout)
         finally:
             for call in calls:
-                call.result.cancel()
+                if not (call.result.cancel() or call.result.done() or call.is_abandoned):
+                    self._abandon(call)
 
     def _wait(self, call: _Call, timeout: float) -> CallResult:
         # Every call starts, since each earlier one has returned or its thread has been replaced.
@@ -73,11 +75,14 @@ class TimedThreads:
         concurrent.futures.wait([call.result], max(remaining, 0.0))
         if call.result.done():
             return call.result
-        call.is_abandoned = True
-        self._start_thread()
+        self._abandon(call)
         late: CallResult = concurrent.futures.Future()
         late.set_exception(CallTimeout(f"no answer within {timeout:g} seconds"))
         return late
+
+    def _abandon(self, call: _Call) -> None:
+        call.is_abandoned = True
+        self._start_thread()
 
     def _start_thread(self) -> None:
         threading.Thread(target=self._work, name="timed call", daemon=True).start()

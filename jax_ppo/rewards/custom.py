@@ -41,6 +41,16 @@ _RESERVED_KEYS = ("score", "acc", "step_rewards", "pred")
 _MAX_QUOTED = 200  # characters
 
 
+class _EventLoop:
+    """An event loop that ends with its thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+
+    def __del__(self) -> None:
+        self.loop.close()
+
+
 # The loop of each thread: clients that a function keeps are bound to one.
 _of_thread = threading.local()
 
@@ -50,9 +60,9 @@ def call_and_wait(function: Callable[..., Any], **arguments: Any) -> Any:
     value = function(**arguments)
     if not inspect.isawaitable(value):
         return value
-    if not hasattr(_of_thread, "loop"):
-        _of_thread.loop = asyncio.new_event_loop()
-    return _of_thread.loop.run_until_complete(value)
+    if not hasattr(_of_thread, "events"):
+        _of_thread.events = _EventLoop()
+    return _of_thread.events.loop.run_until_complete(value)
 
 
 def as_float(value: Any) -> float | None:

@@ -316,6 +316,25 @@ def test_late_calls_of_a_function_of_this_process_are_left_in_their_threads(
         assert ["2 consecutive" in outcome.cause for outcome in outcomes[5:]] == [True] * 2
 
 
+def test_calls_that_a_given_up_batch_leaves_behind_take_no_thread_from_the_next():
+    threads, began, results = timed_threads.TimedThreads(1), threading.Event(), []
+
+    def hang():
+        began.set()
+        threading.Event().wait()
+
+    calls = threads.call_all([threading.Event().wait, hang], 0.01)
+    next(calls)
+    assert began.wait(60)
+    calls.close()
+    next_batch = threading.Thread(
+        target=lambda: results.extend(threads.call_all([lambda: 1], 60)), daemon=True
+    )
+    next_batch.start()
+    next_batch.join(60)
+    assert results and results[0].result() == 1
+
+
 def test_a_late_batch_function_of_this_process_fails_for_all(calls_that_hang_are_late):
     outcomes = in_threads(hangs_with_a_batch).score([RewardRow("x")] * 2, ["a"] * 2)
     assert ["for each of 2 responses" in outcome.cause for outcome in outcomes] == [True] * 2
