@@ -5,20 +5,19 @@ compiler's figures then decide: a program that needs more, or an allocation that
 run continue with smaller sizes. They change results by rounding alone.
 """
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from jax_ppo.config.loading import AUTO
 from jax_ppo.memory.abstract_step import AbstractStep
 from jax_ppo.memory.memory_check import GIB, OutOfMemory
 from jax_ppo.memory.memory_estimate import ProgramMemory, estimate_memory
-from jax_ppo.runtime import meshes
+from jax_ppo.runtime import distributed, meshes
 from jax_ppo.runtime.compiled_programs import Compile, output_shapes
 
 SHARE = 0.85  # of the free memory; the rest is for fragmentation and programs of evaluations
@@ -109,10 +108,9 @@ def choose_sizes(
     fitting = [i for i, sizes in enumerate(ranked) if sizes.needed <= choice.limit]
     same = [i for i in fitting if kept and ranked[i].options.items() <= kept.items()]
     index = (same or fitting or [len(ranked) - 1])[0]
-    # Every process compiles the same programs.
-    if jax.process_count() > 1:
-        index = int(np.max(multihost_utils.process_allgather(np.int32(index))))
-    return dataclasses.replace(choice, index=index)
+    # Every process compiles the same programs, and judges them by the same memory.
+    indices, limits = zip(*distributed.allgather_json([index, available]), strict=True)
+    return SizeChoice(ranked, max(indices), min(limits))
 
 
 def rank_sizes(
@@ -179,3 +177,16 @@ def compile_within(choice: SizeChoice, resident: int) -> Compile:
         return output_shapes(lowered, compiled)
 
     return compile_
+
+
+@contextlib.contextmanager
+def raise_in_all_processes() -> Iterator[None]:
+    """Raise an `OutOfMemory` of the block of one process in all, which must reach its end."""
+    needed, reason = 0, ""
+    try:
+        yield
+    except OutOfMemory as error:
+        needed, reason = error.needed, str(error)
+    needed, reason = max(distributed.allgather_json([needed, reason]))
+    if needed:
+        raise OutOfMemory(reason, needed=needed)

@@ -25,7 +25,14 @@ from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config, Trainer, flatten_options, replace_options
 from jax_ppo.errors import UserError
-from jax_ppo.memory.automatic_sizes import AS_SET, SizeChoice, Sizes, choose_sizes, compile_within
+from jax_ppo.memory.automatic_sizes import (
+    AS_SET,
+    SizeChoice,
+    Sizes,
+    choose_sizes,
+    compile_within,
+    raise_in_all_processes,
+)
 from jax_ppo.memory.memory_check import (
     OutOfMemory,
     PPOMemory,
@@ -39,7 +46,13 @@ from jax_ppo.runtime.compiled_programs import Compile
 from jax_ppo.runtime.devices import read_memory_limit
 from jax_ppo.runtime.heartbeat import activity
 from jax_ppo.training.checkpoint import Checkpointer
-from jax_ppo.training.progress import Progress, find_progress, find_saved_run, is_due
+from jax_ppo.training.progress import (
+    Progress,
+    find_progress,
+    find_saved_run,
+    is_due,
+    refuse_saved_run,
+)
 
 BEST = "best"  # folder in the work directory
 JournalT = TypeVar("JournalT", bound=Journal)
@@ -158,6 +171,8 @@ def run_life_cycle(config: Config, workdir: Path, kind: TrainingKind) -> dict[st
                         export_best(training, checkpoints, workdir, journal)
                 return journal.write_summary(loop.completed_steps, mesh)
 
+        if not config.trainer.resume:  # once: what follows may have saved before memory runs out
+            refuse_saved_run(checkpoints)
         choice = AS_SET
         if (limit := read_memory_limit()) is not None:
             saved = find_saved_run(config, checkpoints, kind.command)
@@ -176,8 +191,10 @@ def _train_while_memory_lasts(
         try:
             return train(choice)
         except OutOfMemory as error:
-            # Of several processes, the others may be waiting for this one.
-            smaller = choice.smaller(error.needed) if jax.process_count() == 1 else None
+            # An allocation may fail in one process while others wait for it; all know what the
+            # compiler needs.
+            is_shared = jax.process_count() == 1 or bool(error.needed)
+            smaller = choice.smaller(error.needed) if is_shared else None
             if smaller is None:
                 raise
             reason = str(error).partition("\n")[0]
@@ -256,6 +273,7 @@ class StepLoop:
             if progress.step < training.total_steps:
                 compile_: Compile = compiled_programs.compile_program
                 if self.choice.smaller() is not None:
+                    precompilation.enter_context(raise_in_all_processes())
                     compile_ = compile_within(self.choice, training.memory.measure().resident)
                 take_step = training.step_on_shapes(progress)
                 compiling = compile_in_background(take_step, training.mesh, compile_)

@@ -91,6 +91,15 @@ class SavedRun(NamedTuple):
     lines: list[str]  # about these, for the user
 
 
+def refuse_saved_run(checkpoints: Checkpointer) -> None:
+    """Raise `UserError` if there is a checkpoint, which `trainer.resume=False` does not expect."""
+    if (latest := checkpoints.latest_step()) is not None:
+        raise UserError(
+            "config.trainer.resume=False: the work directory holds a checkpoint after step "
+            f"{latest}; give another --workdir, or remove it"
+        )
+
+
 def find_saved_run(config: Config, checkpoints: Checkpointer, command: str) -> SavedRun | None:
     """Return the checkpoint that a run continues, `None` without one; no arrays are read.
 
@@ -100,11 +109,6 @@ def find_saved_run(config: Config, checkpoints: Checkpointer, command: str) -> S
     latest = checkpoints.latest_step()
     if latest is None:
         return None
-    if not config.trainer.resume:
-        raise UserError(
-            "config.trainer.resume=False: the work directory holds a checkpoint after step "
-            f"{latest}; give another --workdir, or remove it"
-        )
     meta = checkpoints.restore(latest, {}).meta
     if meta.get("command", command) != command:
         raise UserError(

@@ -8,6 +8,7 @@ import pytest
 
 import tiny
 from jax_ppo.config.loading import load_config
+from jax_ppo.errors import UserError
 from jax_ppo.memory import automatic_sizes, step_plan
 from jax_ppo.memory.automatic_sizes import Sizes, choose_sizes, compile_within, rank_sizes
 from jax_ppo.memory.memory_check import OutOfMemory
@@ -74,6 +75,54 @@ def test_the_compilers_figures_decide():
     assert 96_384 <= error.value.needed <= 200_000
     # What samples has its own measure.
     compile_within(choice, resident=80_000)("sample", lowered, ())
+
+
+def test_processes_agree_on_what_the_compiler_needs(monkeypatch):
+    """This process is the first of two."""
+    others = iter([[0, 50], [90, "update_actor needs"]])
+    gather = lambda value: [value, next(others)]  # noqa: E731
+    monkeypatch.setattr(automatic_sizes.distributed, "allgather_json", gather)
+    ranked = [Sizes({ROWS: rows}, 10 * rows) for rows in (4, 2, 1)]
+    choice = choose_sizes(ranked, 100)
+    assert choice.index == 0 and choice.available == 50
+    with pytest.raises(OutOfMemory) as error, automatic_sizes.raise_in_all_processes():
+        pass
+    monkeypatch.setattr(life_cycle.jax, "process_count", lambda: 2)
+    tried = []
+
+    def train(choice, needed):
+        tried.append(choice.index)
+        if choice.index == 0:
+            raise OutOfMemory("exhausted", needed=needed)
+        return {}
+
+    life_cycle._train_while_memory_lasts(choice, lambda x: train(x, error.value.needed))
+    assert tried == [0, 2]  # 45 bytes for two rows are more than 85 % of 50
+    # The others may be waiting for a process that an allocation fails in.
+    with pytest.raises(OutOfMemory):
+        life_cycle._train_while_memory_lasts(choice, lambda x: train(x, 0))
+
+
+def test_a_run_without_resume_goes_on_from_its_own_checkpoint(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(life_cycle, "read_memory_limit", lambda: 2 * 2**30)
+    take_step, failures = ppo_training.PPOTraining.take_step, []
+
+    def exhaust_second_step(self, state, step, journal):
+        if step == 1 and not failures:
+            failures.append(step)
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return take_step(self, state, step, journal)
+
+    monkeypatch.setattr(ppo_training.PPOTraining, "take_step", exhaust_second_step)
+    options = dict(trainer__total_training_steps=2, trainer__export=False, trainer__save_freq=1)
+    config = load_config("arithmetic:smoke", trainer__resume=False, **options, **AUTOMATIC)
+    summary = ppo_training.train_ppo(config, tmp_path)
+    assert failures and summary["steps"] == 2
+    output = capsys.readouterr().out
+    assert "resuming after step 1 of 2" in output
+    assert [row["step"] for row in read_steps(tmp_path)] == ["1", "2"]
+    with pytest.raises(UserError, match=r"resume=False: .* checkpoint after step 2"):
+        ppo_training.train_ppo(config, tmp_path)
 
 
 def test_a_run_goes_on_with_smaller_sizes_and_is_resumed_with_them(tmp_path, monkeypatch, capsys):
