@@ -15,10 +15,10 @@ import jax
 
 from jax_ppo.config.loading import AUTO
 from jax_ppo.memory.abstract_step import AbstractStep
-from jax_ppo.memory.memory_check import GIB, OutOfMemory
+from jax_ppo.memory.memory_check import EXHAUSTED, GIB, OutOfMemory
 from jax_ppo.memory.memory_estimate import ProgramMemory, estimate_memory
 from jax_ppo.runtime import distributed, meshes
-from jax_ppo.runtime.compiled_programs import Compile, output_shapes
+from jax_ppo.runtime.compiled_programs import Compile, compile_program, output_shapes
 
 SHARE = 0.85  # of the free memory; the rest is for fragmentation and programs of evaluations
 _CHECKPOINTING = "model.gradient_checkpointing"
@@ -166,12 +166,22 @@ def compile_within(choice: SizeChoice, resident: int) -> Compile:
     """
 
     def compile_(name: str, lowered: jax.stages.Lowered, arguments: tuple[Any, ...]) -> Any:
-        compiled = lowered.compile()
+        if name in _SAMPLING:
+            return compile_program(name, lowered, arguments)
+        try:
+            compiled = lowered.compile()
+        except jax.errors.JaxRuntimeError as error:  # as TPUs' compilers do
+            reason = str(error).partition("\n")[0]
+            if EXHAUSTED not in reason:
+                raise
+            needed = int(choice.available)  # at least
+            raise OutOfMemory(f"{name or 'a step'}: {reason}", needed=needed) from error
         memory = compiled.memory_analysis()
-        assert memory is not None, "all of JAX's compilers state the memory of programs"
+        if memory is None:  # not all plugins state it
+            return output_shapes(lowered, compiled)
         new = memory.output_size_in_bytes - memory.alias_size_in_bytes
         needed = resident + memory.temp_size_in_bytes + new
-        if needed > choice.limit and name not in _SAMPLING:
+        if needed > choice.limit:
             figures = f"{needed / GIB:.3g} of {choice.available / GIB:.3g} GiB per device"
             raise OutOfMemory(f"{name or 'a step'} needs {figures}", needed=needed)
         return output_shapes(lowered, compiled)

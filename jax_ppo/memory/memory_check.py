@@ -30,7 +30,7 @@ from jax_ppo.training.state import StateBuilder, TrainState, policy_params
 from jax_ppo.training.supervised_step import trained_shapes
 
 GIB = 2**30
-_EXHAUSTED = "RESOURCE_EXHAUSTED"  # how XLA's message begins, on every platform
+EXHAUSTED = "RESOURCE_EXHAUSTED"  # how XLA's message begins, on every platform
 _MAX_REMEDIES = 4
 
 
@@ -191,7 +191,7 @@ def explain_out_of_memory(run: PPOMemory | SupervisedMemory) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if _EXHAUSTED not in str(error):
+        if EXHAUSTED not in str(error):
             raise
         first_line = str(error).partition("\n")[0]
         raise OutOfMemory(

@@ -77,6 +77,21 @@ def test_the_compilers_figures_decide():
     compile_within(choice, resident=80_000)("sample", lowered, ())
 
 
+def test_a_compiler_may_refuse_a_program_or_not_state_its_memory(monkeypatch):
+    lowered = jax.jit(lambda x: jnp.sort(x @ x)).lower(jnp.ones((64, 64)))
+    compile_ = compile_within(automatic_sizes.SizeChoice([Sizes({})], 0, 1000), resident=10_000)
+    monkeypatch.setattr(jax.stages.Compiled, "memory_analysis", lambda self: None)
+    assert compile_("update_actor", lowered, ()).shape == (64, 64)
+
+    def refuse(self):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in hbm\nmore")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+    with pytest.raises(OutOfMemory, match="update_actor: RESOURCE_EXHAUSTED: .* hbm$") as error:
+        compile_("update_actor", lowered, ())
+    assert error.value.needed == 1000
+
+
 def test_processes_agree_on_what_the_compiler_needs(monkeypatch):
     """This process is the first of two."""
     others = iter([[0, 50], [90, "update_actor needs"]])
