@@ -223,7 +223,7 @@ def _find_row_problems(data: Data, training: Sequence[Example], part: dict[str, 
     if trial["tried"] and trial["failed"] == trial["tried"]:
         problems.append(
             f"the reward failed on each of {trial['tried']} responses: "
-            f"{trial['first_failure'].rstrip().splitlines()[-1]} (all of it is logged)"
+            f"{rule_trial.describe_error(trial['first_failure'])} (all of it is logged)"
         )
     empty = [
         example.describe_location(row)
@@ -268,7 +268,7 @@ def _format_part(part: dict[str, Any]) -> list[str]:
         f"  own responses by their rule: {tried}",
         f"  perfect answers by their rule: {answers}",
         f"  data sources: {_format_counts(part['data_sources'])}",
-        f"  columns besides the prompt: {_format_counts(part['columns'])}",
+        f"  columns: {_format_counts(part['columns'])}",
     ]
     tokens = part["prompt_tokens"]
     if tokens is None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +29,16 @@ class Trial(NamedTuple):
     failed: int = 0  # the rule could not score them
     first_failure: str = ""
     misses: tuple[str, ...] = ()  # lines about wrong responses
+
+
+def describe_error(failure: str) -> str:
+    """Return the first line of the error that a failure's text ends with.
+
+    A traceback's error is unindented, and its message may have several lines.
+    """
+    *frames, end = re.split(r'^ +File ".*$', failure.strip(), flags=re.MULTILINE)
+    lines = end.splitlines()
+    return next((x for x in lines if frames and x[:1].strip()), lines[-1]).strip()
 
 
 def try_rule(
@@ -106,7 +117,7 @@ def call_functions(examples: Sequence[Example], options: Reward) -> list[Functio
                 if scored.failures:
                     response = repr(MADE_UP[scores.index(None)])
                     _, _, cause = scored.first_failure.partition(f"ending in {response}:")
-                    failure = cause.rstrip().splitlines()[-1].strip()
+                    failure = describe_error(cause)
                 keys = list(row.extra_info)
                 calls.append(
                     FunctionCall(function, source, row.ground_truth, keys, scores, failure)

@@ -165,6 +165,8 @@ def test_a_function_is_called_once_for_each_source_on_a_short_and_an_empty_respo
         "    return {'score': 0.5 * (extra_info['gold'] in solution_str), 'acc': 1}\n"
         "def last(data_source, solution_str, ground_truth, extra_info):\n"
         "    return float(solution_str.split()[-1] == '1.')\n"
+        "def lines(data_source, solution_str, ground_truth, extra_info):\n"
+        "    raise ValueError('first\\nsecond')\n"
         "def hangs(data_source, solution_str, ground_truth, extra_info):\n"
         "    time.sleep(60)\n"
     )
@@ -189,6 +191,8 @@ def test_a_function_is_called_once_for_each_source_on_a_short_and_an_empty_respo
     report, code = check_function("last")
     assert (code, [call["scores"] for call in report["function_calls"]]) == (0, [[1.0, None]] * 2)
     assert "mine.py:last fails on '', data source 'a': IndexError: " in report["warnings"][1]
+    report, code = check_function("lines")
+    assert code == 1 and report["problems"][0].endswith("data source 'a': ValueError: first")
     # It ran out of time once, not for each source and response.
     report, code = check_function("hangs", "--config.reward.timeout=0.2")
     (problem,) = report["problems"]
