@@ -215,7 +215,7 @@ def make_valid(
             options[name] = text
             if not _find_problem(options, program).startswith(f"config.{name}="):
                 break
-        notes.append(f"{problem}; changed to {options[name]!r}")
+        notes.append(f"{problem.rstrip('.')}; changed to {options[name]!r}")
         if options[name] == texts[0]:
             del options[name]  # the base has it
     return notes

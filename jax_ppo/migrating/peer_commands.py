@@ -368,7 +368,11 @@ class _PythonScript:
         elif path and path == self.flags["dataset_name"]:
             self.flags.setdefault("dataset_test_split", split)
         else:
-            self.notes.append(f"{self.path}:{call.lineno}: load_dataset(...) is not read")
+            what = f"load_dataset({path or '...'}) is not read"
+            hint = "held-out data in config.data.val_files"
+            if "dataset_name" not in self.flags:
+                hint = "training data in config.data.train_files"
+            self.notes.append(f"{self.path}:{call.lineno}: {what}; name {hint}")
 
     def _text(self, node: ast.expr | None, depth: int = 9) -> str | None:
         """Return the text of a value as a command line has it; `None` if it is no literal."""

@@ -95,7 +95,8 @@ def translate(framework: str, text: str) -> Translation:
         by_default |= dict.fromkeys(_AROUND_PROMPTS, "")
         if "data.val_files" not in values:
             values["data.val_files"] = ""
-            remarks.append("config.data.val_files: the command names no held-out data")
+            if not any("config.data.val_files" in note for note in command.notes):
+                remarks.append("config.data.val_files: the command names no held-out data")
     by_default |= {name: x for name, x in program.always.items() if name not in values}
     values = {**by_default, **values}
     if program.command == "train":

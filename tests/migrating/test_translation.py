@@ -699,6 +699,18 @@ def test_a_python_script_is_read_and_never_run(tmp_path, monkeypatch):
     translated = translate("trl", "other.py")
     assert translated.options["data.train_files"] == "hf:a/b:train"
     assert translated.notes[0] == "other.py:2: split=train[:9%]: only rows are counted"
+    Path("other.py").write_text(
+        "PPOConfig(lr_scheduler_type='cosine_with_restarts')\n"
+        "load_dataset('json', data_files='a.jsonl')\nload_dataset('json', data_files='b.jsonl')"
+    )
+    translated = translate("trl", "other.py")
+    held_out = "load_dataset(b.jsonl) is not read; name held-out data in config.data.val_files"
+    assert f"other.py:3: {held_out}" in translated.notes
+    assert not any("names no held-out data" in remark for remark in translated.remarks)
+    assert any("'constant', 'linear', 'cosine'; changed to" in x for x in translated.notes)
+    Path("other.py").write_text("PPOConfig(seed=1)\nload_dataset(path)")
+    unread = "load_dataset(...) is not read; name training data in config.data.train_files"
+    assert translate("trl", "other.py").notes[0] == f"other.py:2: {unread}"
     Path("other.py").write_text("x = (")
     with pytest.raises(UserError, match="cannot be read as Python"):
         translate("trl", "other.py")
