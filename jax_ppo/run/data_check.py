@@ -268,7 +268,7 @@ def _format_part(part: dict[str, Any]) -> list[str]:
         f"  own responses by their rule: {tried}",
         f"  perfect answers by their rule: {answers}",
         f"  data sources: {_format_counts(part['data_sources'])}",
-        f"  columns: {_format_counts(part['columns'])}",
+        f"  columns in extra_info: {_format_counts(part['columns'])}",
     ]
     tokens = part["prompt_tokens"]
     if tokens is None:

@@ -298,6 +298,7 @@ def test_the_report_is_text_by_default(tmp_path, model, capsys):
         check.main(["check", path])
     output = capsys.readouterr().out
     assert end.value.code == 0 and output.endswith("no problems for `train`\n")
+    assert "  columns in extra_info: " in output
     assert "rows 3, of which 2 repeat" in output and "\x1b" not in output
 
 
