@@ -16,6 +16,8 @@ from typing import Any
 from jax_ppo.errors import UserError, did_you_mean, shorten
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
+# Recursive functions copy and print rows: a deeper one would fail far from here.
+MAX_NESTING = 100
 
 _JSONL = "a file with an object per line is named .jsonl"
 _ROWS = "columns are written as rows, an object each (pandas: to_json(orient='records'))"
@@ -141,6 +143,9 @@ def parse_jsonl_line(line: bytes, location: str) -> dict[str, Any]:
         raise UserError(
             f"{location}: expected a JSON object, got {type(row).__name__}: {shorten(text)!r}"
         )
+    # Counting brackets is cheap and spares nearly every row the exact measurement.
+    if text.count("[") + text.count("{") > MAX_NESTING:
+        _require_shallow(row, location)
     if _SURROGATE_ESCAPE.search(text):
         require_text(row, location)
     return row
@@ -177,6 +182,7 @@ def parse_json_rows(text: str, path: str) -> Iterator[tuple[str, dict[str, Any]]
                 f"{location}: expected a JSON object, got {type(row).__name__}: "
                 f"{shorten(repr(row))}; {_ROWS}"
             )
+        _require_shallow(row, location)
         require_text(row, location)
         yield location, row
 
@@ -273,6 +279,17 @@ def _describe_decoding(error: OSError | UnicodeDecodeError) -> str:
     is_utf16 = error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     other = "UTF-16" if is_utf16 else "WINDOWS-1252"  # of which Latin-1 is a part
     return f"{text}; if it is {other}: iconv -f {other} -t UTF-8"
+
+
+def _require_shallow(row: dict[str, Any], location: str) -> None:
+    level: list[Any] = [row]
+    for _ in range(MAX_NESTING):
+        inside = [value.values() if isinstance(value, dict) else value for value in level]
+        level = [x for members in inside for x in members if isinstance(x, dict | list)]
+    if level:
+        raise UserError(
+            f"{location}: objects and lists are nested more than {MAX_NESTING} levels deep"
+        )
 
 
 def require_text(value: Any, location: str) -> None:

@@ -218,11 +218,12 @@ ROW_WITH = '{"question": "q", "answer": "#### 1", "x": %s}'
     ("line", "words"),
     [
         (ROW_WITH % ("1" * 5000), "cannot be read as JSON: .*4300 digits"),
+        (ROW_WITH % ("[" * 100 + "]" * 100), "nested more than 100 levels"),
         (ROW_WITH % ("[" * 100_000 + "]" * 100_000), "cannot be read as JSON: .*recursion"),
         (ROW_WITH % '"\\ud83d"', "half of a surrogate pair"),
         (b"\xff", "cannot be read as UTF-8 text: .*iconv -f WINDOWS-1252 -t UTF-8"),
     ],
-    ids=("digits", "deep", "surrogate", "bytes"),
+    ids=("digits", "deep", "deeper", "surrogate", "bytes"),
 )
 def test_a_line_that_python_cannot_represent_is_named(tmp_path, line, words):
     path = tmp_path / "a.jsonl"
