@@ -12,7 +12,7 @@ import importlib.resources
 import itertools
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -250,9 +250,14 @@ def _describe_metrics(rows: Sequence[dict[str, str]]) -> Run:
     }
 
 
-def known_outcomes(metrics: Collection[str], trains_critic: bool) -> list[str]:
-    """Return those of a run's metrics that it may be judged by, the preferred one first."""
-    return [x for x in OUTCOMES if x in metrics and trains_critic == ("critic/" in x)]
+def known_outcomes(last_rows: Mapping[str, int], trains_critic: bool) -> list[str]:
+    """Return those of a run's metrics that it may be judged by, the preferred one first.
+
+    `last_rows` has the last row of each metric: of evaluations, the newest one counts.
+    """
+    found = [x for x in OUTCOMES if x in last_rows and trains_critic == ("critic/" in x)]
+    newest = max((last_rows[x] for x in found if x.startswith("eval/")), default=0)
+    return [x for x in found if last_rows[x] == newest or not x.startswith("eval/")]
 
 
 def _find_outcome(runs: Sequence[Run]) -> str | None:
@@ -260,7 +265,13 @@ def _find_outcome(runs: Sequence[Run]) -> str | None:
     counts = collections.Counter[str]()
     for run in runs:
         trains_critic = run["options"]["trainer.critic_only"] == "True"
-        counts.update(known_outcomes(run["metrics"], trains_critic))
+        last_rows = {
+            name: row
+            for name, values in run["metrics"].items()
+            for row, value in enumerate(values)
+            if value is not None
+        }
+        counts.update(known_outcomes(last_rows, trains_critic))
     return max(OUTCOMES, key=lambda name: counts[name]) if counts else None
 
 

@@ -298,8 +298,8 @@ class Journal:
 
     def _describe_outcome(self, steps: list[dict[str, float]]) -> str:
         """Return first, last with its interval, and best outcome in words, "" without one."""
-        names = {name for step in steps for name in step}
-        if not (known := known_outcomes(names, self._trainer.critic_only)):
+        last_rows = {name: row for row, step in enumerate(steps) for name in step}
+        if not (known := known_outcomes(last_rows, self._trainer.critic_only)):
             return ""
         metric = known[0]
         title, better = OUTCOMES[metric]

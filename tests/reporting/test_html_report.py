@@ -340,3 +340,11 @@ def test_a_folder_without_a_run_is_named(tmp_path):
         SystemExit, match="error: --output=x: no such option; expected RUN or --out"
     ):
         report.main(["report", "--output=x"])
+
+
+def test_a_run_is_judged_by_what_its_newest_evaluation_measured():
+    """Regression: after a change of the reward function the page kept a former accuracy."""
+    rows = {"eval/accuracy": 4, "eval/reward_mean": 9, "reward/mean": 12}
+    assert html_report.known_outcomes(rows, False) == ["eval/reward_mean", "reward/mean"]
+    rows["eval/accuracy"] = 9
+    assert html_report.known_outcomes(rows, False)[0] == "eval/accuracy"
