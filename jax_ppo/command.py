@@ -110,8 +110,7 @@ def prepared_run(
                     command_line.write_config(dataclasses.asdict(resolved), folder)
                 print(time.strftime(f"%Y-%m-%d %H:%M:%S %Z: {chosen_dtype}"))
                 print(f"work directory: {workdir} (all options: config.json)")
-                width = console.terminal_width() - 1
-                command_line.print_set_options(dataclasses.asdict(options), typed, width)
+                command_line.print_set_options(dataclasses.asdict(options), typed)
 
             distributed.run_on_main(write_options)
             beating: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

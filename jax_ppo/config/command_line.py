@@ -14,7 +14,7 @@ from jax_ppo.config import config_files, loading, parsing, reference
 from jax_ppo.config.option import COMMANDS
 from jax_ppo.config.schema import Config, all_options, flatten_options, options_by_name
 from jax_ppo.config.suggestions import explain_peer_option, suggest_option
-from jax_ppo.errors import UserError, named_file
+from jax_ppo.errors import UserError, counted, named_file
 from jax_ppo.storage import remote
 
 EXAMPLES = {"sft": "hh_rlhf_sft", "reward_model": "hh_rlhf_reward"}  # of others: arithmetic
@@ -103,26 +103,19 @@ def typed_options(arguments: list[str]) -> set[str]:
     return {name.removeprefix("config.") for name in names if name.startswith("config.")}
 
 
-def print_set_options(options: dict[str, Any], typed: Container[str], width: int) -> None:
-    """Print which options are `typed`, then which others differ from their defaults."""
-    # Most options are rarely set: showing all would hide those that make this run.
+def print_set_options(options: dict[str, Any], typed: Container[str]) -> None:
+    """Print the options that are `typed`, and how many others differ from their defaults.
+
+    config.json has all of them: those of a configuration file would hide what makes this run.
+    """
     values = flatten_options(options)
-    typed_texts: list[str] = []
-    settings: dict[str, list[str]] = {}
-    for option in all_options():
-        text = f"={shlex.quote(str(values[option.name]))}"
-        section, _, name = option.name.rpartition(".")
-        if option.name in typed:
-            typed_texts.append(option.name + text)
-        elif values[option.name] != option.default:
-            settings.setdefault(section, []).append(name + text)
-    if typed_texts:
-        print("options on the command line:", *typed_texts)
-    sections = [f"{section}: {' '.join(x)}".removeprefix(": ") for section, x in settings.items()]
-    title = "other options set" if typed_texts else "options that were set"
-    wrapper = textwrap.TextWrapper(width, subsequent_indent="  ", break_on_hyphens=False)
-    wrapper.break_long_words = False
-    print(wrapper.fill(f"{title}: {'; '.join(sections) or 'none'}"), flush=True)
+    changed = [option.name for option in all_options() if values[option.name] != option.default]
+    shown = [option.name for option in all_options() if option.name in typed]
+    if shown:
+        texts = (f"{name}={shlex.quote(str(values[name]))}" for name in shown)
+        print("options on the command line:", *texts)
+    others = counted(len(set(changed) - set(shown)), "other option" if shown else "option")
+    print(f"{others} not at the default, see config.json", flush=True)
 
 
 def _read_argument(word: str) -> tuple[str, Any]:

@@ -482,31 +482,26 @@ def test_all_options_are_written_and_those_that_were_set_are_printed(config_file
     options, _ = command_line.read_command_line(arguments)
     command_line.write_config(dataclasses.asdict(options), tmp_path / "work")
     typed = command_line.typed_options(arguments)
-    command_line.print_set_options(dataclasses.asdict(options), typed, 79)
+    command_line.print_set_options(dataclasses.asdict(options), typed)
     written = json.loads((tmp_path / "work" / "config.json").read_text())
     assert loading.from_config_dict(written) == options
     assert written["actor"]["clip_ratio"] == 0.2, "defaults are written, too"
     printed = capsys.readouterr().out
     first, rest = printed.split("\n", 1)
     assert first == "options on the command line: data.instruction='Think first.'"
-    set_options = [
-        option.name.rpartition(".")[2]
+    others = [
+        option.name
         for option in schema.all_options()
         if option_value(options, option.name) != option.default
         and option.name != "data.instruction"
     ]
-    assert rest.startswith("other options set: ") and "train_files=arithmetic:8" in rest
-    assert re.findall(r"(\w+)=", rest) == set_options
+    assert len(others) > 1
+    assert rest == f"{len(others)} other options not at the default, see config.json\n"
     assert command_line.typed_options(["", "--config.trainer.export", "--workdir=a"]) == {
         "trainer.export"
     }
-    # A value is never broken, so that it can be searched for and copied.
-    name = "-".join(["part"] * 60)
-    named = dataclasses.replace(options, experiment_name=name)
-    command_line.print_set_options(dataclasses.asdict(named), (), 79)
-    assert f"experiment_name={name};" in capsys.readouterr().out
-    command_line.print_set_options(dataclasses.asdict(schema.Config()), (), 79)
-    assert capsys.readouterr().out.endswith("options that were set: none\n")
+    command_line.print_set_options(dataclasses.asdict(schema.Config()), ())
+    assert capsys.readouterr().out == "0 options not at the default, see config.json\n"
 
 
 def test_a_reader_of_the_table_may_leave():
