@@ -48,7 +48,8 @@ class _EventLoop:
         self.loop = asyncio.new_event_loop()
 
     def __del__(self) -> None:
-        self.loop.close()
+        if not self.loop.is_running():  # it runs in a thread that the end of the process stops
+            self.loop.close()
 
 
 # The loop of each thread: clients that a function keeps are bound to one.

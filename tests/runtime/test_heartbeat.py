@@ -82,7 +82,9 @@ def test_what_is_compiled_is_said_in_words():
         return 2 * x
 
     with compiled_programs.run_on_shapes():
-        compiled_programs.CompiledProgram(update, "update_actor")(jax.ShapeDtypeStruct((2,), int))
+        compiled_programs.CompiledProgram(update, "update_actor")(
+            jax.ShapeDtypeStruct((2,), "int32")
+        )
     assert phases == ["compiling the update of the actor (0 s)"]
 
 
