@@ -197,7 +197,7 @@ def test_a_run_writes_what_it_should(watched):
     assert sorted(logged) == kinds
     for record in logged["training", 6]:
         assert len(record["advantages"]) == len(record["kl"]) == len(record["response_ids"]) > 0
-    assert "step 8/8" in output and "ppo_epochs=2" in output
+    assert "step 8/8" in output and "not at the default, see config.json" in output
 
 
 @pytest.mark.exhaustive
