@@ -24,8 +24,9 @@ SHARE = 0.85  # of the free memory; the rest is for fragmentation and programs o
 _CHECKPOINTING = "model.gradient_checkpointing"
 _ROWS = "actor.ppo_micro_batch_size_per_device"
 _POLICY = "model.gradient_checkpointing_policy"
-_SAMPLING = ("prepare_weights", "sample")  # programs that the number of slots decides
-# Fastest first: what the backward pass recomputes.
+# Programs whose memory depends on the number of slots, which is chosen separately.
+_SAMPLING = ("prepare_weights", "sample")
+# What the backward pass recomputes, fastest first. "dots" keeps products, "attention" less.
 _RECOMPUTATIONS: tuple[dict[str, Any], ...] = (
     {_CHECKPOINTING: False, _POLICY: "full"},
     {_CHECKPOINTING: True, _POLICY: "dots"},

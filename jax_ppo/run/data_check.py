@@ -165,7 +165,7 @@ def _count_tokens(
 
 
 class _RewardReview(NamedTuple):
-    """What is wrong with the rewards of the rows."""
+    """Problems with the rewards of rows, or the reason why their rule is not run."""
 
     not_run: str = ""  # why their rule is not run on the responses that they have
     problems: Sequence[str] = ()

@@ -116,7 +116,7 @@ class Training(Protocol[JournalT]):
 
 @dataclasses.dataclass(frozen=True)
 class TrainingKind:
-    """What a command trains, before any of it is built."""
+    """One kind of training, described before any of it is built."""
 
     command: str  # options that it does not read may change on resume
     best_metric: str  # the entry of `Quality` that chooses the best checkpoint

@@ -82,7 +82,7 @@ def try_rule(
 
 
 class FunctionCall(NamedTuple):
-    """What a user's function returned for the responses `MADE_UP` to a row."""
+    """The result of a user's function on the responses `MADE_UP` to a row."""
 
     function: str
     data_source: str
