@@ -128,12 +128,15 @@ def _decay_factors(
     decay_NxBxHxC: Float[Array, "N B H C"], segments_NxBx1xC: Int[Array, "N B 1 C"]
 ) -> tuple[Float[Array, "N B H C"], Float[Array, "N B H C C"]]:
     """Return d_i0, from the start of the chunk to each token, and d_ij, between two tokens."""
-    # Sums of whole numbers are exact: a strong decay does not round the decays after it.
     decay = jnp.maximum(decay_NxBxHxC, STRONGEST_DECAY)
-    whole = jnp.round(decay)
-    whole, rest = (jnp.cumsum(x, axis=-1) for x in (whole, decay - whole))
     is_visible = segments_NxBx1xC[..., None] == segments_NxBx1xC[..., None, :]
     is_visible &= jnp.tri(decay.shape[-1], dtype=bool)
+    # Sums of whole numbers are exact: a strong decay does not round the decays after it. Those of
+    # other segments would cancel, but their gradients only up to rounding.
+    whole = jnp.round(decay)
+    whole, rest = (
+        _einsum("nbij,nbhj->nbhi", 1.0 * is_visible[:, :, 0], x) for x in (whole, decay - whole)
+    )
     between = whole[..., None] - whole[..., None, :]
     between += rest[..., None] - rest[..., None, :]
     # Masked before the exponential, which could overflow.

@@ -202,12 +202,12 @@ def test_configurations_of_the_hub():
     )
 
 
-def assert_close(ours, theirs, what=""):
-    """Compare with a tolerance of 1e-4 of the size of the arrays."""
+def assert_close(ours, theirs, what="", tolerance=1e-4):
+    """Compare with a tolerance relative to the size of the arrays."""
     theirs = np.asarray(theirs)
     assert np.abs(theirs).max() > 0, what
     np.testing.assert_allclose(
-        ours, theirs, rtol=1e-4, atol=1e-4 * np.abs(theirs).max(), err_msg=what
+        ours, theirs, rtol=tolerance, atol=tolerance * np.abs(theirs).max(), err_msg=what
     )
 
 
@@ -289,7 +289,7 @@ def test_logits_logprobs_and_gradients(checkpoint, tmp_path):
         if name.endswith(("correction_bias", "layer_scalar")):
             assert not np.any(written[name]) and not np.any(sketch)
         else:
-            assert_close(written[name], sketch, name)
+            assert_close(written[name], sketch, name, 2e-4)
 
 
 def test_cached_decode(representative):

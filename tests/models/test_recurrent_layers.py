@@ -153,6 +153,29 @@ def test_the_gradient_reaches_every_layer(pattern, remat):
         assert (np.abs(kernels).max((1, 2)) > 0).all()
 
 
+def test_padding_whose_embedding_is_zero_leaves_every_gradient_finite():
+    """Then queries and keys of padding are zero in each of 30 layers, and so is its gradient."""
+    pattern = (True, True, False) * 10
+    architecture = dataclasses.replace(ARCHITECTURE, num_layers=30, linear_layers=pattern)
+    params = tiny.random_params(architecture, 0, 0, "lm")
+    params["embed"]["embedding"][0] = 0
+    ids = np.arange(20, dtype=np.int32).reshape(2, 10) % 7 + 1
+    is_text = np.arange(10) >= np.array([[3], [0]])
+    positions = np.maximum(np.cumsum(is_text, 1) - 1, 0)
+
+    @jax.jit
+    @jax.grad
+    def run(params):
+        inputs = np.where(is_text, ids, 0), positions, is_text.astype(np.int32)
+        hidden = Transformer(architecture).apply({"params": params}, *inputs).hidden
+        return jnp.where(is_text[..., None], jnp.sin(hidden), 0).sum()
+
+    gradients = run(params)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
+    assert not gradients["embed"]["embedding"][0].any()
+    assert gradients["embed"]["embedding"][1].any()
+
+
 @pytest.mark.slow
 def test_adapters_are_pefts(tmp_path):
     """Of every projection that the model has, but not of routed experts; merged, it is the same."""
