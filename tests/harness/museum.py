@@ -259,6 +259,31 @@ SAMPLING_AND_CACHE = [
 
 MODELS = [
     Exhibit(
+        name="the_gradient_of_a_norm_of_zeros_is_nan",
+        source="maxtext#5295, tunix#2310: Qwen3.5's keys of padding have length 0",
+        test="tests/models/test_recurrent_layers.py"
+        "::test_padding_whose_embedding_is_zero_leaves_every_gradient_finite",
+        where="DeltaNet._heads",
+        old="x * jax.lax.rsqrt(jnp.sum(x**2, axis=-1, keepdims=True) + EPSILON)",
+        new="x / (jnp.sqrt(jnp.sum(x**2, axis=-1, keepdims=True)) + EPSILON)",
+    ),
+    Exhibit(
+        name="a_state_continues_into_the_next_sample_of_a_row",
+        source="miles#1578: recurrent layers carried their state across packed samples",
+        test="tests/kernels/test_delta_rule.py::test_segments_do_not_see_each_other",
+        where="_decay_factors",
+        old="segments_NxBx1xC[..., None] == segments_NxBx1xC[..., None, :]",
+        new="segments_NxBx1xC[..., None] == segments_NxBx1xC[..., None]",
+    ),
+    Exhibit(
+        name="a_convolution_reads_the_sample_before_it",
+        source="maxtext#5295, miles#1578: a convolution read padding, or the sample before",
+        test="tests/models/test_recurrent_layers.py::test_a_convolution_by_hand",
+        where="recurrent_layers.convolve",
+        old="jnp.where((segments == segments_BxT)[..., None], earlier, 0)",
+        new="earlier",
+    ),
+    Exhibit(
         name="packed_samples_see_each_other",
         source="trl#784, trl#3526: packing without an attention mask between the samples of a row",
         test="tests/models/test_decoder.py::test_packed_sequences_do_not_see_each_other",
@@ -391,6 +416,23 @@ MODELS = [
 ]
 
 EXPORT = [
+    Exhibit(
+        name="scanned_layers_reach_the_engine_in_another_order",
+        source="maxtext#4404: layers were unstacked wrongly, and the engine wrote random text",
+        test="tests/sampler/engines/test_hugging_face.py"
+        "::test_it_draws_the_tokens_of_the_built_in_engine[plain]",
+        where="_in_order",
+        old="(layer,)",
+        new="(last - layer,)",
+    ),
+    Exhibit(
+        name="the_exports_vocabulary_is_padded",
+        source="maxtext#2914, maxtext#3003: a padded vocabulary no longer fitted the model",
+        test="tests/models/test_families.py::test_exported_it_is_the_same_model[llama]",
+        where="to_hf_config",
+        old="a.vocab_size",
+        new="-(-a.vocab_size // 128) * 128",
+    ),
     Exhibit(
         name="a_checkpoint_without_hugging_face_weights",
         source="verl#770: no Hugging Face weights in a checkpoint",
