@@ -1,6 +1,7 @@
 """The code of the recipes runs: Python in the slow suite, whole commands in the exhaustive one."""
 
 import csv
+import json
 import os
 import runpy
 import shlex
@@ -56,9 +57,9 @@ def save_files(page, folder) -> None:
             (folder / block.file_name).write_text(block.text)
 
 
-def run(arguments, folder, package=doc_pages.ROOT) -> None:
+def run(arguments, folder, package=doc_pages.ROOT, devices=1) -> None:
     """Run Python in a folder, with its modules and the package of another folder."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
     environment["PYTHONPATH"] = f"{package}{os.pathsep}{folder}"
     finished = subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True
@@ -132,6 +133,40 @@ def test_the_edits_of_a_recipe_make_its_commands_valid(page, tmp_path):
         program = "import sys\nfrom jax_ppo.config.command_line import read_command_line\n"
         program += "read_command_line(sys.argv)"
         run(["-c", program, *words[2:]], tmp_path, package)
+
+
+def published_runs(page) -> list[list[str]]:
+    """Return the words behind `python` of each command that trains the model in the package."""
+    found = [shlex.split(command) for _, command in doc_pages.commands(page)]
+    found = [
+        words[words.index("python") + 1 :] for words in found if "--config=arithmetic" in words
+    ]
+    return [words for words in found if words[1] in ("jax_ppo.train", "jax_ppo.critic")]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(
+            page, marks=pytest.mark.slow if page.stem == "README" else pytest.mark.exhaustive
+        )
+        for page in filter(published_runs, doc_pages.PAGES)
+    ],
+    ids=lambda page: page.stem,
+)
+def test_no_published_command_lowers_what_it_trains_for(page, seed, tmp_path):
+    save_files(page, tmp_path)
+    package = edited_package(page, tmp_path) if doc_pages.edits(page) else doc_pages.ROOT
+    for words in published_runs(page):
+        rows = "--config.data.val_files=arithmetic:200:heldout"
+        devices = 4 if "mesh." in " ".join(words) else 1
+        run([*words, f"--config.seed={seed}", rows], tmp_path, package, devices)
+        name = next((x for x in words if x.startswith("--workdir=")), "=output/arithmetic")
+        if words[1] == "jax_ppo.train":
+            summary = json.loads((tmp_path / name.partition("=")[2] / "summary.json").read_text())
+            first, *_, last = (x["reward_mean"] for x in summary["evaluations"])
+            assert last >= first, words
 
 
 def training_commands(page) -> list[list[str]]:
