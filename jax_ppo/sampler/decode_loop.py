@@ -2,8 +2,8 @@
 
 A slot whose response has ended takes the next sample of the queue (`slots.py`). Once the queue is
 empty, the remaining samples move into three quarters, half and then a quarter of the slots, as soon
-as they fit; each number of slots has its `while_loop`. (Short responses keep all slots.) With an
-environment a response may have several turns (`dialogues.py`).
+as they fit; each number of slots has its `while_loop`. (Short responses keep all slots, and so does
+cuDNN.) With an environment a response may have several turns (`dialogues.py`).
 """
 
 import dataclasses
@@ -98,7 +98,7 @@ def generate_responses(
 
 def decode_queue(job: DecodeJob, state: DecodeState) -> DecodeState:
     """Decode all samples of a job, each up to its limit if the job has limits."""
-    widths = slot_widths(job.width, job.span)
+    widths = slot_widths(job.model.decoding, job.width, job.span)
     # The first loop empties the queue; the narrower ones only finish the samples in the slots.
     for width, narrower in zip(widths, (*widths[1:], 0), strict=True):
         if width == job.width:

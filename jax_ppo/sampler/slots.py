@@ -209,13 +209,14 @@ def initial_state(job: DecodeJob) -> DecodeState:
     )
 
 
-def slot_widths(width: int, tokens: int) -> tuple[int, ...]:
+def slot_widths(program: str, width: int, tokens: int) -> tuple[int, ...]:
     """Return the numbers of slots that the loop passes through, widest first.
 
     They are `width`, three quarters, half and a quarter of it, these not below `MIN_SLOTS`; only
-    the first if a slot draws few `tokens` of a response.
+    the first if a slot draws few `tokens` of a response, or if `program` (cache.py) is cuDNN's: it
+    reads one column of an idle slot, and a step reads the weights for any number of slots.
     """
-    if tokens < MIN_NARROWED_TOKENS:
+    if tokens < MIN_NARROWED_TOKENS or program == "cudnn":
         return (width,)
     narrower = (width * 3 // 4, width // 2, width // 4)
     return width, *(part for part in narrower if part >= MIN_SLOTS)
