@@ -40,7 +40,7 @@ kernels that they belong to (lora.py); the decoder ignores the heads.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -75,7 +75,7 @@ from jax_ppo.runtime.parallelism.split_attention import num_row_parts
 from jax_ppo.runtime.parallelism.vocabulary import look_up_embedding
 from jax_ppo.types import Params
 
-# Up to so many layers the loop over stacked parameters is unrolled: on a CPU faster by a quarter.
+# Up to so many layers a loop over layers is unrolled: on a CPU faster by a quarter.
 MAX_UNROLLED_LAYERS = 8
 
 MODULES: dict[str, type[Layer]] = {  # the layer of each block in `architecture.BLOCKS`
@@ -370,29 +370,41 @@ class Transformer(LayerOptions):
             columns_B = positions_BxT[:, 0]
         rotations = self._rotations(positions_BxT, length)
         kinds = layer_kinds(self.architecture)
+        size = _period(kinds)
 
-        def run_layer(
-            i: int, x: jax.Array, shared_memory: LayerCache | None
-        ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
-            kind = kinds[i]
-            output: Any = self._layer().apply(
-                {"params": params[f"layer_{i}"]},
-                x,
-                kind,
-                rotations,
-                segments_BxT,
-                jax.tree.map(lambda x: x[:, :, i], inputs_BxTxL),
-                shared_memory if kind.is_shared or cache is None else cache[i],
-                None if kind.is_shared and cache is None else columns_B,
-            )
-            x, memory, auxiliary = output
-            if cache is None and self.decoding == "tpu":
-                # Where a norm follows the products (Gemma), the compiler for TPUs would keep what
-                # each layer adds instead of the sum, and add all of it up again in every layer.
-                x = jax.lax.optimization_barrier(x)
-            return x, memory, auxiliary
+        def run_layers(
+            layers: Sequence[Params], x: jax.Array, inputs_LxBxT: LayerInputs
+        ) -> tuple[jax.Array, list[Any], Auxiliary]:
+            def run_layer(
+                i: int, x: jax.Array, shared_memory: LayerCache | None
+            ) -> tuple[jax.Array, LayerCache | None, Auxiliary]:
+                kind = kinds[i]
+                output: Any = self._layer().apply(
+                    {"params": layers[i]},
+                    x,
+                    kind,
+                    rotations,
+                    segments_BxT,
+                    jax.tree.map(lambda x: x[i], inputs_LxBxT),
+                    shared_memory if kind.is_shared or cache is None else cache[i],
+                    None if kind.is_shared and cache is None else columns_B,
+                )
+                x, memory, auxiliary = output
+                if cache is None and self.decoding == "tpu":
+                    # Where a norm follows the products (Gemma), the compiler for TPUs would keep
+                    # what each layer adds instead of the sum, and add all up again in every layer.
+                    x = jax.lax.optimization_barrier(x)
+                return x, memory, auxiliary
 
-        x, memories, auxiliary = _run_in_turn(run_layer, kinds, x, {})
+            return _run_in_turn(run_layer, kinds[: len(layers)], x, {})
+
+        layers = [params[f"layer_{i}"] for i in range(len(kinds))]
+        inputs_LxBxT = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), inputs_BxTxL)
+        is_loop = cache is None and len(kinds) > max(MAX_UNROLLED_LAYERS, size)
+        if is_loop and self.decoding != "cpu":
+            x, memories, auxiliary = _run_in_loop(run_layers, layers, size, x, inputs_LxBxT)
+        else:
+            x, memories, auxiliary = run_layers(layers, x, inputs_LxBxT)
         new_cache = tuple(
             memory
             if cache is not None or isinstance(memory, RecurrentState)
@@ -401,6 +413,31 @@ class Transformer(LayerOptions):
             if not kind.is_shared
         )
         return x, new_cache, auxiliary
+
+
+def _run_in_loop(
+    run_layers: Callable[[Sequence[Params], jax.Array, LayerInputs], tuple[Any, Any, Auxiliary]],
+    layers: Sequence[Params],
+    size: int,
+    x: jax.Array,
+    inputs_LxBxT: LayerInputs,
+) -> tuple[jax.Array, list[Any], Auxiliary]:
+    """Return what `run_layers` returns for all layers, called for `size` at a time in a loop.
+
+    Each repetition copies its parameters, a small part of a prefill's work: unrolled, one for
+    TPUs takes longer to compile than all that decodes.
+    """
+    parts = [layers[i : i + size] for i in range(0, len(layers), size)]
+
+    def run_part(x: jax.Array, part: tuple[jax.Array, LayerInputs]) -> tuple[jax.Array, Any]:
+        params = jax.lax.switch(part[0], [lambda params=params: params for params in parts])
+        x, *others = run_layers(params, x, part[1])
+        return x, others
+
+    inputs = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), inputs_LxBxT)
+    x, (stacked, auxiliary) = jax.lax.scan(run_part, x, (jnp.arange(len(parts)), inputs))
+    memories = [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(len(parts))]
+    return x, sum(memories, []), jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), auxiliary)
 
 
 def _run_in_turn(

@@ -141,6 +141,32 @@ def test_one_token_at_a_time_is_the_whole_sequence(params, ids, decoding, monkey
         np.testing.assert_allclose(hidden[:, 0], expected[np.arange(B), at], atol=1e-5)
 
 
+def test_a_deep_models_prefill_on_an_accelerator_is_a_loop_with_the_same_results(ids):
+    """One body for each pattern of layers; a CPU's prefill stays unrolled."""
+    L = 2 * MAX_UNROLLED_LAYERS
+    local = (True, False) * MAX_UNROLLED_LAYERS
+    architecture = dataclasses.replace(
+        ARCHITECTURE, num_layers=L, local_layers=local, sliding_window=3
+    )
+    params = unroll_params(tiny.random_params(architecture, 0, 0, "lm"))
+    positions = np.broadcast_to(np.arange(T), ids.shape)
+    results, products = [], []
+    for decoding in ("tpu", "cpu"):
+        model = Transformer(architecture, unrolled=True, decoding=decoding)
+        lowered = jax.jit(model.apply).lower({"params": params}, ids, positions)
+        hidden, cache, _ = lowered.compile(QUICK)({"params": params}, ids, positions)
+        if decoding == "cpu":  # its keys and values have other orders of axes
+            cache = [(k.transpose(0, 3, 1, 2), v.swapaxes(1, 2)) for k, v in cache]
+        results.append((hidden, cache))
+        products.append(lowered.as_text().count("stablehlo.dot_general"))
+    assert products[1] == MAX_UNROLLED_LAYERS * products[0]
+    assert len(results[0][1]) == L
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5),
+        *(jax.tree.leaves(each) for each in results),
+    )
+
+
 @pytest.mark.parametrize("decoding", ["tpu", "cpu"])
 def test_a_prefill_for_tpus_keeps_nothing_but_keys_and_values_of_a_layer(ids, decoding):
     """Those of each layer are there before the next one begins; decoding needs no such order."""
