@@ -105,6 +105,11 @@ def program_obstacle(program: str, facts: AttentionFacts) -> str | None:
     return next((reason for reason, applies in obstacles[program].items() if applies), None)
 
 
+def program_for_length(program: str, length: int) -> str:
+    """Return the program, or xla if it does not take rows of `length` tokens."""
+    return "xla" if length % {"cudnn": 2, "splash": SPLASH_BLOCKS[-1]}.get(program, 1) else program
+
+
 def cudnn_block_size(length: int) -> int:
     """Return the number of queries whose mask cuDNN's attention makes at once."""
     size = max(MIN_CUDNN_QUERY_BLOCK, -(-length // MAX_CUDNN_QUERY_BLOCKS))

@@ -52,6 +52,7 @@ class BuiltInEngine(RolloutEngine):
             actor.architecture,
             actor.dtype,
             unrolled=True,
+            attention=actor.attention,
             decoding=actor.decoding,
             quantized=actor.quantized,
             lora=actor.lora,

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_ppo.models.attention_kernels import program_for_length
 from jax_ppo.models.transformer import Transformer, TransformerOutput
 from jax_ppo.runtime.compiled_programs import CompiledProgram
 from jax_ppo.runtime.parallelism.rows import split_rows
@@ -146,7 +147,8 @@ def prefill_group(job: DecodeJob, state: DecodeState) -> DecodeState:
     lengths_G = jax.lax.dynamic_slice_in_dim(job.prompts.lengths, state.prefilled, job.group)
     columns_GxP = jnp.broadcast_to(jnp.arange(tokens_GxP.shape[1]), tokens_GxP.shape)
     is_prompt_GxP = (columns_GxP < lengths_G[:, None]).astype(jnp.int32)
-    output: TransformerOutput = job.model.apply(  # type: ignore[assignment]
+    model = job.model.clone(attention=program_for_length(job.model.attention, tokens_GxP.shape[1]))
+    output: TransformerOutput = model.apply(  # type: ignore[assignment]
         {"params": job.params},
         tokens_GxP,
         columns_GxP,

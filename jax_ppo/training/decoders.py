@@ -78,7 +78,7 @@ def describe_attention(
     if reason:
         line += f" ({reason})"
     if decodes:
-        line += f", xla for prompts, {reader} for decoding"
+        line += f", {reader} for decoding"
     return line
 
 

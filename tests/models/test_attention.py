@@ -1,6 +1,7 @@
 """Every program computes the same attention; other platforms' are interpreted or lowered."""
 
 import functools
+import itertools
 import re
 import types
 from pathlib import Path
@@ -18,6 +19,7 @@ from jax_ppo.models import attention
 from jax_ppo.models.attention_kernels import (
     PLATFORM_PROGRAMS,
     AttentionFacts,
+    program_for_length,
     round_row_length,
     select_attention_program,
 )
@@ -312,7 +314,7 @@ def test_a_run_on_a_tpu_packs_rounded_rows_and_prints_what_attends(monkeypatch):
     )
     assert actor.attention == "splash"
     assert decoders.describe_attention(config.model, actor, 1024, decodes=True) == (
-        "attention: splash for packed rows of 1024 tokens, xla for prompts, xla for decoding"
+        "attention: splash for packed rows of 1024 tokens, xla for decoding"
     )
     # A length that the user sets is kept, and what it costs is printed.
     config = tiny.config(packing__row_length=1000)
@@ -327,6 +329,13 @@ def test_a_run_on_a_tpu_packs_rounded_rows_and_prints_what_attends(monkeypatch):
         "attention: xla for packed rows of 1000 tokens (splash attention needs rows of a multiple "
         "of 128 tokens, not 1000)"
     )
+
+
+def test_prompts_whose_length_the_rows_program_does_not_take_are_xlas():
+    takes = {("cudnn", 512), ("splash", 512), ("cudnn", 200), ("xla", 200), ("xla", 513)}
+    for program, length in itertools.product(("xla", "cudnn", "splash"), (512, 200, 513)):
+        expected = program if (program, length) in takes else "xla"
+        assert program_for_length(program, length) == expected
 
 
 def test_a_run_that_has_no_other_program_says_nothing(monkeypatch):
