@@ -7,18 +7,8 @@ import pytest
 import tiny
 from hlo import read_collectives
 from layers_on_mesh import ARCHITECTURE, EXPERTS, T, compiled_on_mesh
+from tiny_actor import HYBRID
 
-DELTA = dataclasses.replace(
-    ARCHITECTURE,
-    block="delta",
-    num_layers=2,
-    linear_layers=(True, False),
-    delta_key_heads=2,
-    delta_value_heads=4,
-    delta_key_dim=4,
-    delta_value_dim=6,
-    delta_window=3,
-)
 DENSE, MIXTURE = (dataclasses.replace(each, num_layers=2) for each in (ARCHITECTURE, EXPERTS))
 # Weights, and keys and values or tokens, are gathered, gradients summed; embeddings change sides.
 CONTEXT = {f"{kind} context" for kind in ("all-gather", "reduce-scatter", "all-reduce")}
@@ -34,7 +24,7 @@ STAGE = {
     ("shape", "architecture", "expected"),
     [
         # Each device has its own heads of a Gated DeltaNet: only their sums are exchanged.
-        ({"model": 2, "data": 4}, DELTA, {f"all-reduce {x}" for x in ("model", "data")}),
+        ({"model": 2, "data": 4}, HYBRID, {f"all-reduce {x}" for x in ("model", "data")}),
         # tests/training/test_collectives.py has the update of such parts.
         pytest.param(
             {"context": 8}, DENSE, CONTEXT | {"all-to-all context"}, marks=pytest.mark.slow
