@@ -149,6 +149,8 @@ REWARDS_BY_RULE = is_unset("reward.model_path",
     "config.reward.model_path")
 HAS_TEACHER = is_set("teacher.path", "there is no teacher; set config.teacher.path")
 HAS_ADAPTERS = OptionRule(lambda c: c.has_adapters, "`model.lora.rank` or `model.lora.path` is set")
+TRAINS_WEIGHTS = OptionRule(lambda c: not c.has_adapters, "`model.lora` is unset",
+    "config.model.lora trains adapters on weights that are all frozen; set it to {default!r}")
 HAS_RESPONSES = is_set("score.file")
 EXPORTS = option_is("trainer.export", True)
 FILTERS_GROUPS = option_is("algorithm.filter_groups.enable", True)

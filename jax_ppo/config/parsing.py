@@ -20,6 +20,11 @@ LORA_TARGETS = (
     "in_proj",  # of short convolutions, beside out_proj
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),  # of latent attention
 )
+# Groups of parameters that training may leave as they are, by their paths in a decoder.
+PARAMETER_GROUPS = {
+    "attention": r"^layers/(\w*attention|delta_net|short_conv)/",  # all that mixes tokens
+    "embedding": r"^(embed|embed_per_layer|positions)/",
+}
 LOGGERS = ("console", "tensorboard", "wandb", "mlflow")
 # Commas within square brackets belong to an argument.
 _COMMA = re.compile(r",(?![^\[\]]*\])")

@@ -16,7 +16,7 @@ from jax_ppo.config.option import (
     section,
     unread_unless,
 )
-from jax_ppo.config.parsing import LORA_TARGETS, parse_lora_targets
+from jax_ppo.config.parsing import LORA_TARGETS, PARAMETER_GROUPS, parse_lora_targets
 from jax_ppo.registries import (
     ADVANTAGE_ESTIMATORS,
     AGGREGATIONS,
@@ -271,6 +271,11 @@ class Critic:
         "make the critic a scalar head on the actor's trunk: one pass serves both losses; the "
         "head uses actor.optim and stops with actor.target_kl",
         fixed_on_resume=True, rules=(rule.HAS_CRITIC,))
+    freeze: str = option("none",
+        "parameters that stay as they are, without gradients and optimizer state: attention, of "
+        "all layers that mix tokens, also DeltaNets and convolutions; embedding",
+        choices=("none", *PARAMETER_GROUPS), fixed_on_resume=True,
+        rules=(rule.HAS_CRITIC, rule.CRITIC_HAS_TRUNK, rule.TRAINS_WEIGHTS))
     optim: CriticOptim = section(CriticOptim,
         rules=(rule.CRITIC_IS_SEPARATE,))
     grad_clip: float = redeclare(Actor, "grad_clip",

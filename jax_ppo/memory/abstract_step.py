@@ -26,6 +26,7 @@ from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.runtime.compiled_programs import run_on_shapes
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.decoding_weights import shape_decoding_weights
+from jax_ppo.training.optimizer import split_frozen
 from jax_ppo.training.random_streams import SampleKeys
 from jax_ppo.training.roles import find_role, read_networks, resolve_role_folders, resolve_roles
 from jax_ppo.training.state import StateBuilder, TrainState, policy_params
@@ -43,7 +44,7 @@ class Role:
 
     net: Any  # a `Transformer` or a `Deberta`
     params: Params  # all parameters that it computes with
-    trained: Params  # its part of the train state; with adapters less than `params`
+    trained: Params  # what training changes of them
     has_logits: bool  # over the vocabulary
 
     @property
@@ -88,7 +89,8 @@ class AbstractStep(StepParts):
             params = stored
         else:
             params = self.state.role_params(name, self.nets)
-        return Role(role.model(self.nets), params, trained=stored, has_logits=role.has_logits)
+        trained, _ = split_frozen(getattr(self.config, role.section, None), stored)
+        return Role(role.model(self.nets), params, trained, role.has_logits)
 
     @property
     def is_separate(self) -> bool:

@@ -24,7 +24,7 @@ from jax_ppo.runtime import meshes, placement
 from jax_ppo.runtime.devices import bytes_per_device, read_host_memory, read_memory_limit
 from jax_ppo.sampler.decoding_weights import largest_part_bytes, shape_decoding_weights
 from jax_ppo.training.networks import Folders, Networks
-from jax_ppo.training.optimizer import gradient_shapes
+from jax_ppo.training.optimizer import gradient_shapes, split_frozen
 from jax_ppo.training.roles import find_role, read_networks
 from jax_ppo.training.state import StateBuilder, TrainState, policy_params
 from jax_ppo.training.supervised_step import trained_shapes
@@ -97,7 +97,7 @@ class PPOMemory:
             gradients = 0
             if program.kind == "update" and program.role in state.optimizers:
                 options: Actor | Critic = getattr(config, find_role(program.role).section)
-                params = state.models[program.role]
+                params, _ = split_frozen(options, state.models[program.role])
                 gradients = bytes_per_device(gradient_shapes(params, options.optim.gradient_dtype))
             fetched = fetched_memory(program, step_options, state)
             phases.append((gradients, sum(fetched.values())))

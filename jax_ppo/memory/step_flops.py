@@ -1,13 +1,17 @@
 """Model FLOPs of a step: what its forward passes and updates need, by which MFU is measured."""
 
+import jax
 import numpy as np
 
 from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.heads import param_shapes
 from jax_ppo.models.hf.deberta import DebertaArchitecture
 from jax_ppo.models.layers import LayerKind, layer_kinds
+from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import programs
 from jax_ppo.ppo.step_parts import StepOptions
 from jax_ppo.training.networks import Networks
+from jax_ppo.training.optimizer import split_frozen
 from jax_ppo.training.roles import ModelRole, find_role
 
 
@@ -56,13 +60,22 @@ def count_program_flops(
         elif program.kind == "update":
             role, epochs = find_role(program.role), program.epochs(options)
             # The backward pass has a product for the gradient of each product's input and, unless
-            # only adapters are trained, one for that of its weights.
+            # only adapters are trained, one for that of its weights, but for frozen ones.
             training_passes = 3 if role.model(nets).lora is None else 2
             flops = training_passes * role_passes(role, epochs)
+            frozen = _frozen_products(getattr(options.update, role.section), role.model(nets))
+            flops -= epochs * 2 * frozen * float(lengths.sum())
             for name in program.forwards(options):
                 flops += role_passes(find_role(name), epochs)
             counts[program.name] = flops
     return counts
+
+
+def _frozen_products(section: object, net: Transformer) -> int:
+    """Return for how many products of a token, of those with kernels, no gradient is computed."""
+    _, frozen = split_frozen(section, param_shapes(net, "scalar"))
+    leaves = jax.tree_util.tree_leaves_with_path(frozen)
+    return sum(x.size for path, x in leaves if path[-1].key == "kernel")
 
 
 def count_forward_flops(

@@ -47,7 +47,7 @@ class LayerOptions:
     dtype: DTypeLike = jnp.float32  # of the computation; parameters may have any type
     attention: str = "xla"  # program for whole sequences, one of attention.py's
     decoding: str = "cpu"  # program for a new token, one of cache.py's; decides the cache's layout
-    lora: Lora | None = None  # shape of the adapters in the parameters (lora.join_adapters)
+    lora: Lora | None = None  # shape of the adapters in the parameters (lora.join_params)
     router_loss: bool = False  # the loss of the routers is returned, for training with experts
     returns_routed_experts: bool = False  # the experts that each token passes through are returned
 

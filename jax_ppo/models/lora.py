@@ -16,6 +16,7 @@ sampler would draw from another policy than the one that is trained.
 """
 
 import dataclasses
+import re
 from collections.abc import Collection
 
 import jax
@@ -78,18 +79,18 @@ def omit_adapters(adapters: Params, projections: Collection[str]) -> Params:
     return traverse_util.unflatten_dict(flat | omitted)
 
 
-def join_adapters(base: Params, adapters: Params) -> Params:
-    """Return one tree of base and adapters, which decoder and heads accept. Nothing is copied."""
-    flat = traverse_util.flatten_dict(base) | traverse_util.flatten_dict(adapters)
+def join_params(base: Params, others: Params) -> Params:
+    """Return one tree of base and adapters, or of other parts. Nothing is copied."""
+    flat = traverse_util.flatten_dict(base) | traverse_util.flatten_dict(others)
     return traverse_util.unflatten_dict(flat)
 
 
-def split_adapters(params: Params) -> tuple[Params, Params]:
-    """Return base and adapters of a tree that `join_adapters` returned, without a head."""
-    flat = traverse_util.flatten_dict(params)
-    adapters = {path: x for path, x in flat.items() if path[-1] in ("lora_a", "lora_b")}
-    base = {path: x for path, x in flat.items() if path not in adapters}
-    return traverse_util.unflatten_dict(base), traverse_util.unflatten_dict(adapters)
+def split_params(params: Params, pattern: str) -> tuple[Params, Params]:
+    """Return the parameters whose path, "layers/mlp/...", lacks the pattern, and the others."""
+    flat = traverse_util.flatten_dict(params, sep="/")
+    others = {path: x for path, x in flat.items() if re.search(pattern, path)}
+    base = {path: x for path, x in flat.items() if path not in others}
+    return tuple(traverse_util.unflatten_dict(part, sep="/") for part in (base, others))
 
 
 def merge_kernel(

@@ -22,6 +22,7 @@ import optax
 from jaxtyping import Array, Float32
 
 from jax_ppo.config.schema import Actor, Critic, Supervised
+from jax_ppo.models.lora import join_params
 from jax_ppo.runtime import placement
 from jax_ppo.runtime.sharding import constrain_rows, constrain_tree
 from jax_ppo.training import packing
@@ -30,6 +31,7 @@ from jax_ppo.training.optimizer import (
     descend,
     make_optimizer,
     rounding_keys,
+    split_frozen,
     zero_gradients,
 )
 from jax_ppo.training.packing import Rows
@@ -188,14 +190,15 @@ class Learner:
             self.rounding_seed, self.rounding_stream, optimizer_state
         )
         gradients, metrics = self.gradients(params, batch, sum_key)
+        trained, frozen = split_frozen(self.options, params)
         is_within: bool | jax.Array = True
         if self.early_stop is not None:
             # Measured before the step, so that a step past the limit is not taken.
             metric, limit = self.early_stop
             is_within = metrics[metric] <= limit
-        params, optimizer_state, norm, is_finite = descend(
+        trained, optimizer_state, norm, is_finite = descend(
             transform=make_optimizer(self.options),
-            params=params,
+            params=trained,
             opt_state=optimizer_state,
             gradients=gradients,
             rate=rate,
@@ -206,22 +209,26 @@ class Learner:
             f"{self.prefix}grad_norm": norm,
             f"{self.prefix}skipped": (~is_finite).astype(jnp.float32),
         }
-        return params, optimizer_state, metrics, is_within
+        return join_params(frozen, trained), optimizer_state, metrics, is_within
 
     def gradients(
         self, params: Params, batch: MiniBatches, key: jax.Array | None = None
     ) -> tuple[Params, Metrics]:
         """Return gradients and metrics of one mini-batch, summed over micro-batches.
 
-        Gradients are summed in `optim.gradient_dtype`, metrics in float32. `key`, the second of
-        `rounding_keys`, rounds sums in bfloat16.
+        Only what is trained has gradients. They are summed in `optim.gradient_dtype`, metrics in
+        float32. `key`, the second of `rounding_keys`, rounds sums in bfloat16.
         """
         objective = self.objective
         weights = objective.weigh(batch)
+        trained, frozen = split_frozen(self.options, params)
+
+        def loss(trained: Params, rows: Rows) -> LossAndMetrics:
+            return objective.loss(join_params(frozen, trained), rows, weights)
 
         def add_micro_batch(i: jax.Array, sums: tuple[Params, Metrics]) -> tuple[Params, Metrics]:
             rows = gather_micro_batch(objective.sequences, batch.packing, i)
-            gradients, metrics = jax.grad(objective.loss, has_aux=True)(params, rows, weights)
+            gradients, metrics = jax.grad(loss, has_aux=True)(trained, rows)
             micro_key = None if key is None else jax.random.fold_in(key, i)
             combined = {
                 name: metric.combine(sums[1][name], metrics[name])
@@ -229,7 +236,7 @@ class Learner:
             }
             return add_gradients(sums[0], gradients, micro_key), combined
 
-        zeros = zero_gradients(params, self.options.optim.gradient_dtype)
+        zeros = zero_gradients(trained, self.options.optim.gradient_dtype)
         start = {name: jnp.float32(metric.start) for name, metric in objective.metrics.items()}
         return jax.lax.fori_loop(0, batch.counts, add_micro_batch, (zeros, start))
 

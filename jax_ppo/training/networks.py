@@ -23,7 +23,7 @@ from jax_ppo.models.hf.peft import (
     read_adapter_config,
     validate_adapters,
 )
-from jax_ppo.models.lora import Lora, join_adapters
+from jax_ppo.models.lora import Lora, join_params
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.storage import hub
 from jax_ppo.training.decoders import build_decoder, decoding_program, packed_row_length
@@ -282,7 +282,7 @@ def full_parameters(net: Transformer | Deberta, params: Params, base: Params | N
     if getattr(net, "lora", None) is None:  # an encoder has no such field
         return params
     assert base is not None, "adapters need their base"
-    return join_adapters(base, params)
+    return join_params(base, params)
 
 
 def critic_head(options: Critic, folder: Path | None) -> str:

@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jax_ppo.config.parsing import PARAMETER_GROUPS
 from jax_ppo.config.schema import Actor, Critic, Supervised
 from jax_ppo.config.training_options import Optim
+from jax_ppo.models.lora import split_params
 from jax_ppo.registries import LEARNING_RATE_SCHEDULES
 from jax_ppo.training.random_streams import Stream
 from jax_ppo.types import Params
@@ -27,7 +29,8 @@ def make_optimizer(section: Actor | Critic | Supervised) -> optax.GradientTransf
     """Return a section's optimizer: AdamW after clipping by global norm, without the learning rate.
 
     Loshchilov & Hutter 2019, arXiv 1711.05101. Weight decay applies to matrices only. `descend`
-    applies the rate, and stores moments that are bfloat16 by stochastic rounding.
+    applies the rate, and stores moments that are bfloat16 by stochastic rounding. `init` takes all
+    parameters; the state is of those that are trained.
     """
     options = section.optim
 
@@ -50,10 +53,16 @@ def make_optimizer(section: Actor | Critic | Supervised) -> optax.GradientTransf
             lambda x: (
                 x.astype(options.moments_dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
             ),
-            transform.init(params),
+            transform.init(split_frozen(section, params)[0]),
         )
 
     return optax.GradientTransformation(init, transform.update)
+
+
+def split_frozen(section: object, params: Params) -> tuple[Params, Params]:
+    """Return the parameters that a section of the options trains, and those that it freezes."""
+    group = section.freeze if isinstance(section, Critic) else "none"
+    return (params, {}) if group == "none" else split_params(params, PARAMETER_GROUPS[group])
 
 
 def rounding_seed(options: Optim, seed: int) -> int:

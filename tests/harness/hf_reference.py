@@ -12,7 +12,7 @@ import recorded
 from jax_ppo.models import heads
 from jax_ppo.models.hf.load import load_checkpoint, read_architecture
 from jax_ppo.models.hf.peft import load_adapters, read_adapter_config, save_adapters
-from jax_ppo.models.lora import init_adapters, join_adapters
+from jax_ppo.models.lora import init_adapters, join_params
 from jax_ppo.models.transformer import Transformer
 
 SIZES = {
@@ -216,7 +216,7 @@ def assert_adapters_are_pefts(folder, model, architecture, params, lora):
     ids = tokens()
     positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
     apply = jax.jit(Transformer(architecture, lora=lora).apply)
-    hidden = apply({"params": join_adapters(params, adapters)}, ids, positions).hidden
+    hidden = apply({"params": join_params(params, adapters)}, ids, positions).hidden
     ours = np.asarray(heads.compute_logits(architecture, params, hidden))
     theirs = peft_logits(model, folder, ids)
     np.testing.assert_allclose(ours[..., ::4], theirs, rtol=1e-3, atol=1e-3)

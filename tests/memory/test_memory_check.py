@@ -42,6 +42,9 @@ def test_the_bytes_are_those_of_the_arrays():
     assert least.optimizer == bytes_on_first_device(state.optimizers)
     resident = least.parameters + least.optimizer + least.frozen
     assert least.peak == resident + max(least.gradients, least.decoding)
+    alone = tiny.config(trainer__critic_only=True, critic__freeze="embedding")
+    least = memory_check.PPOMemory(alone, tiny.networks(alone), mesh).measure()
+    assert least.gradients == critic - bytes_on_first_device(state.critic["embed"])
 
 
 def test_decoding_weights_are_split_by_tensor_parallelism_alone():

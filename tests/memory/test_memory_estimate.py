@@ -140,6 +140,17 @@ def test_arrays_that_stay_by_hand(plan):
     assert not any((*gradients.values(), *copies.values(), *caches.values()))
 
 
+def test_frozen_attention_has_neither_moments_nor_gradients(plan):
+    program = plan("v5e:1x1", critic__freeze="attention")["update_critic"]
+    frozen = 2 * 256 + 256  # of queries and output, of keys and values
+    memory, trained = program.memory, CRITIC - 4 * frozen
+    assert (memory.parameters, memory.gradients) == (ACTOR + CRITIC, trained)
+    assert memory.optimizer == 2 * (ACTOR + trained) + 2 * 4
+    forward = 8 * (18 * 2 * 2304 + 171 * 4 * 16)
+    assert program.flops == 3 * forward - 8 * 18 * 2 * frozen
+    assert program.read_bytes == 2 * 2 * CRITIC + 2 * (trained + 2 * trained + 4)
+
+
 def test_work_and_bytes_and_seconds_by_hand(plan):
     """For eight samples of 18 tokens, of which 10 are responses, at the rates of a v5e."""
     programs = plan("v5e:1x1")

@@ -235,12 +235,16 @@ def test_the_estimate_of_a_plain_decoder_is_close_to_the_compilers(tmp_path):
         data__max_prompt_length=128,
         data__max_response_length=128,
         model__gradient_checkpointing=True,
+        critic__freeze="attention",
     )
     compiled, estimated = (
         step_plan.plan_step(config, parse_topology("cpu:2"), compiles=compiles)
         for compiles in (True, False)
     )
     assert estimated.peak == pytest.approx(compiled.peak, rel=0.15)
+    ours, theirs = (memory(plan, "update_critic") for plan in (estimated, compiled))
+    assert ours.peak == pytest.approx(theirs.peak, rel=0.15)
+    assert (ours.optimizer, ours.gradients) == (theirs.optimizer, theirs.gradients)
 
 
 def test_devices_have_memory_rates_and_a_compiler():

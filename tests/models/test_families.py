@@ -6,6 +6,7 @@ The tests compare logits, log-probs and gradients, decoding with a cache, and ex
 import copy
 import functools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ import hf_reference as reference
 import recorded
 import tiny
 from family_variants import GEMMA, QWEN_3_5, VARIANTS
+from jax_ppo.config.parsing import PARAMETER_GROUPS
 from jax_ppo.kernels.logprobs import token_logprobs
 from jax_ppo.kernels.vocabulary_chunks import LogitOptions
 from jax_ppo.models import heads, rope
@@ -25,7 +27,8 @@ from jax_ppo.models.cache import RecurrentState, keep_states
 from jax_ppo.models.hf.config import from_hf_config
 from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.models.hf.families import FAMILIES
-from jax_ppo.models.hf.load import load_checkpoint
+from jax_ppo.models.hf.load import load_checkpoint, read_architecture
+from jax_ppo.models.hf.names import tensor_table
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.runtime import placement, sharding
@@ -81,6 +84,17 @@ FURTHER_REPRESENTATIVES = (
     "phi3, part of each head",
     "smollm3",
 )
+
+
+def test_the_group_attention_is_what_checkpoints_call_so(tmp_path):
+    """In every family: Gated DeltaNets, short convolutions and latents too, no norm outside."""
+    mixers = re.compile(r"\.(self_attn|linear_attn|attn|attention|conv)\.")
+    for name, (family, changes) in VARIANTS.items():
+        reference.save(tmp_path / name, family, **changes)
+        table = tensor_table(read_architecture(tmp_path / name), "scalar")
+        group = {path for path, row in table.items() if mixers.search(row.name)}
+        pattern = PARAMETER_GROUPS["attention"]
+        assert group == {path for path in table if re.search(pattern, "/".join(path))}, name
 
 
 def suite(name):

@@ -24,7 +24,7 @@ from jax_ppo.models.hf.config import from_hf_config, text_config
 from jax_ppo.models.hf.load import describe_unread_parts
 from jax_ppo.models.hf.peft import peft_obstacle
 from jax_ppo.models.hf.save import export_checkpoint
-from jax_ppo.models.lora import Lora, init_adapters, join_adapters
+from jax_ppo.models.lora import Lora, init_adapters, join_params
 from jax_ppo.models.quantization import quantize_kernels, round_parameters
 from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.runtime import meshes
@@ -153,7 +153,7 @@ def test_the_sampler_computes_what_a_pass_over_the_whole_text_does(with_adapters
     params, lora = random_params(), None
     if with_adapters:
         lora = Lora(3, 6.0, existing_targets("all-linear", ARCHITECTURE))
-        params = join_adapters(params, random_adapters(lora))
+        params = join_params(params, random_adapters(lora))
     prompts, rollout = sample({"data": 1}, params, lora=lora)
     expected, is_drawn = scored(params, prompts, rollout, lora)
     assert is_drawn.sum() > 30

@@ -27,7 +27,7 @@ from jax_ppo.models.hf.peft import (
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.hf.weight_files import merge_adapters
 from jax_ppo.models.layers import Dense
-from jax_ppo.models.lora import Lora, init_adapters, join_adapters, merge_kernel
+from jax_ppo.models.lora import Lora, init_adapters, join_params, merge_kernel
 from jax_ppo.models.transformer import Transformer, unroll_params
 from jax_ppo.runtime import sharding
 
@@ -90,12 +90,12 @@ def test_new_adapters_change_not_a_bit(checkpoint, dtype, unrolled):
     ids, options = reference.tokens(), {"dtype": dtype, "unrolled": unrolled}
     bare = logits(architecture, form(base), ids, **options)
     np.testing.assert_array_equal(
-        logits(architecture, form(join_adapters(base, adapters)), ids, ALL, **options), bare
+        logits(architecture, form(join_params(base, adapters)), ids, ALL, **options), bare
     )
     moved = random_adapters(architecture, ALL)
     assert (
         np.abs(
-            logits(architecture, form(join_adapters(base, moved)), ids, ALL, **options) - bare
+            logits(architecture, form(join_params(base, moved)), ids, ALL, **options) - bare
         ).max()
         > 0.1
     )
@@ -127,7 +127,7 @@ def test_the_gradient_is_that_of_the_merged_kernels(checkpoint):
         return jnp.sum(jnp.sin(heads.compute_logits(architecture, tree, out)))
 
     def adapter_loss(adapters):
-        return loss(join_adapters(params, adapters), ALL)
+        return loss(join_params(params, adapters), ALL)
 
     adapters_gradient = jax.jit(jax.grad(adapter_loss))(adapters)
     merged = jax.tree.map(jnp.asarray, params)
@@ -165,7 +165,7 @@ def test_merged_and_in_pefts_format_it_is_the_same_model(checkpoint, shape, tmp_
     """
     base, folder, architecture, params = checkpoint
     adapters, ids = random_adapters(architecture, shape), reference.tokens()
-    ours = logits(architecture, join_adapters(params, adapters), ids, shape)
+    ours = logits(architecture, join_params(params, adapters), ids, shape)
     assert np.abs(ours - logits(architecture, params, ids)).max() > 0.1
     merged = merge_adapters(params, adapters, architecture, shape)
     export_checkpoint(merged, architecture, tmp_path / "merged")
@@ -278,7 +278,7 @@ def test_where_decoding_has_them():
 
     def build():
         base = tiny.init_params(Transformer(ARCHITECTURE), jax.random.key(0), "lm")
-        return unroll_params(join_adapters(base, adapters))
+        return unroll_params(join_params(base, adapters))
 
     flat = jax.eval_shape(build)
     layer = sharding.tree_shardings(mesh, flat, sharding.DECODE_RULES)["layer_1"]

@@ -18,7 +18,7 @@ from jax_ppo.models.hf.load import load_checkpoint, read_architecture
 from jax_ppo.models.hf.peft import load_adapters, peft_obstacle, read_adapter_config, save_adapters
 from jax_ppo.models.hf.tensors import Fused, TensorMapping
 from jax_ppo.models.layers import LayerNorm
-from jax_ppo.models.lora import Lora, init_adapters, join_adapters
+from jax_ppo.models.lora import Lora, init_adapters, join_params
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import sharding
 from jax_ppo.training import networks
@@ -248,7 +248,7 @@ def adapted_logits(folder, adapters, lora):
     architecture, params = reference.load(folder)
     ids = reference.tokens(rows=1, length=9)
     positions = jnp.arange(9)[None]
-    full = join_adapters(params, adapters)
+    full = join_params(params, adapters)
     run = jax.jit(Transformer(architecture, lora=lora).apply)
     hidden = run({"params": full}, ids, positions).hidden
     return heads.compute_logits(architecture, full, hidden), ids

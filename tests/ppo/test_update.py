@@ -18,6 +18,7 @@ from jax_ppo.runtime import compiled_programs
 from jax_ppo.sampler.decode_loop import SamplingOptions, sampler_program
 from jax_ppo.training.state import StateBuilder, TrainState, trained_trees
 from jax_ppo.types import NOTHING, Params, Sequences
+from tiny_actor import HYBRID
 from tiny_update import ALL, HALVES, assert_close, run_gradients, run_update
 
 LOSSES = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1, "actor__entropy_coeff": 0.01}
@@ -319,6 +320,26 @@ def test_critic_warmup_is_exactly_n_steps():
         assert not (
             before.critic["norm"]["scale"] == np.asarray(after.critic["norm"]["scale"])
         ).all()
+
+
+@pytest.mark.parametrize(
+    ("group", "modules"),
+    [
+        ("attention", {"attention", "delta_net"}),
+        pytest.param("embedding", {"embed"}, marks=pytest.mark.slow),
+    ],
+)
+def test_frozen_parameters_keep_their_bits_and_all_others_move(monkeypatch, group, modules):
+    monkeypatch.setattr(tiny, "ARCHITECTURE", HYBRID)
+    config = tiny.config(critic__freeze=group)
+    before, after, _ = run_update(config, tiny.make_mesh(), HALVES, 4)
+    moments = jax.tree_util.tree_leaves_with_path(after.optimizers["critic"])
+    leaves = jax.tree_util.tree_leaves_with_path(before.critic)
+    for (path, old), new in zip(leaves, jax.tree.leaves(after.critic), strict=True):
+        is_frozen = any(key.key in modules for key in path)
+        assert np.array_equal(old, new) == is_frozen, path
+        of_leaf = [moment for moment, _ in moments if moment[2:] == path]
+        assert len(of_leaf) == (0 if is_frozen else 2), path
 
 
 def test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted():

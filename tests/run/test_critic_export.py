@@ -47,6 +47,23 @@ def train(monkeypatch, workdir, **changes):
     return seen
 
 
+@pytest.mark.slow
+def test_a_critic_with_frozen_attention_resumes_exactly_and_is_exported_whole(
+    tmp_path, monkeypatch
+):
+    frozen = {"critic__freeze": "attention", "trainer__save_freq": 1}
+    started, whole = train(monkeypatch, tmp_path / "whole", **frozen)
+    train(monkeypatch, tmp_path / "cut", **frozen, trainer__total_training_steps=1)
+    _, resumed = train(monkeypatch, tmp_path / "cut", **frozen)
+    jax.tree.map(np.testing.assert_array_equal, resumed, whole)
+    exported = {"critic__path": f"{tmp_path}/whole/critic", "trainer__total_training_steps": 1}
+    continued, _ = train(monkeypatch, tmp_path / "next", **exported)
+    jax.tree.map(np.testing.assert_array_equal, continued, whole)
+    for name, tensors in started["layers"].items():
+        same = jax.tree.map(np.array_equal, tensors, whole["layers"][name])
+        assert set(jax.tree.leaves(same)) == {name == "attention"}
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("rank", [0, 4])
 def test_a_run_continues_from_an_exported_critic_with_its_head(rank, tmp_path, monkeypatch, capsys):

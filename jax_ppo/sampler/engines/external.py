@@ -21,7 +21,7 @@ from jax_ppo.models import heads
 from jax_ppo.models.hf.peft import save_adapters
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.hf.weight_files import merge_adapters
-from jax_ppo.models.lora import enlarge_adapters, join_adapters, omit_adapters, split_adapters
+from jax_ppo.models.lora import enlarge_adapters, join_params, omit_adapters, split_params
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.sampler import sampling
@@ -117,7 +117,7 @@ class ExternalEngine(RolloutEngine):
 
     def update_weights(self, params: Params) -> None:
         """Export and load the weights; raise `UserError` if it then samples from others."""
-        base, adapters = split_adapters(params)
+        base, adapters = split_params(params, "/lora_[ab]$")
         self.version += 1
         with jax.transfer_guard("allow"):
             if self.takes_adapters:
@@ -211,7 +211,7 @@ class ExternalEngine(RolloutEngine):
 
         def difference(omitted: list[str]) -> float:
             kept = omit_adapters(adapters, omitted)
-            return self._differences(join_adapters(base, kept), probe)[0]
+            return self._differences(join_params(base, kept), probe)[0]
 
         unused: list[str] = []
         least = with_all = difference(unused)

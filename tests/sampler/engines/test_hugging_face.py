@@ -10,7 +10,7 @@ import tiny_actor
 from jax_ppo.config.schema import MeshShape, RolloutOptions
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf import save
-from jax_ppo.models.lora import Lora, init_adapters, join_adapters
+from jax_ppo.models.lora import Lora, init_adapters, join_params
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes
 from jax_ppo.sampler.built_in import BuiltInEngine
@@ -111,7 +111,7 @@ def test_log_probs_that_leave_the_temperature_out_are_refused(actor, folder, mon
 def test_adapters_are_merged(actor, folder, prompts):
     lora = Lora(rank=2, alpha=4.0, targets=("q_proj", "down_proj"))
     adapters = init_adapters(tiny_actor.ARCHITECTURE, lora, jax.random.key(1), "lm")
-    params = join_adapters(actor.stacked, jax.tree.map(lambda x: x + 0.1, adapters))
+    params = join_params(actor.stacked, jax.tree.map(lambda x: x + 0.1, adapters))
     adapted = Transformer(tiny_actor.ARCHITECTURE, lora=lora)
     engine = HuggingFaceEngine(MESH, adapted, params, RolloutOptions(), folder, 32)
     built_in = BuiltInEngine(MESH, adapted, params)

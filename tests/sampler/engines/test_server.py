@@ -23,7 +23,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.http_client import HTTPClient, RequestFault
 from jax_ppo.models import lora
 from jax_ppo.models.hf import save
-from jax_ppo.models.lora import Lora, init_adapters, join_adapters
+from jax_ppo.models.lora import Lora, init_adapters, join_params
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes
 from jax_ppo.sampler.engine import SamplingOptions, running
@@ -445,13 +445,13 @@ class TestAdapters:
     def make_engine(self, actor, adapters, folder, lora=LORA, **options):
         options = RolloutOptions(**{"engine": "openai"} | options)
         adapted = Transformer(actor.scored.architecture, lora=lora)
-        params = join_adapters(actor.stacked, adapters)
+        params = join_params(actor.stacked, adapters)
         return server.ServerEngine(MESH, adapted, params, options, folder, 32)
 
     def generate(self, engine, actor, prompts, adapters, change=0.0, options=SAMPLING):
         adapters = jax.tree.map(lambda x: x + change, adapters)
         with jax.set_mesh(MESH):
-            engine.update_weights(join_adapters(actor.stacked, adapters))
+            engine.update_weights(join_params(actor.stacked, adapters))
             rollout = engine.generate(prompts, jax.random.key(7), options)
             return jax.tree.map(np.asarray, rollout)
 

@@ -14,7 +14,7 @@ import tiny_actor
 from jax_ppo.config.rollout_options import VLLM
 from jax_ppo.config.schema import MeshShape, RolloutOptions
 from jax_ppo.models.hf import save
-from jax_ppo.models.lora import Lora, init_adapters, join_adapters
+from jax_ppo.models.lora import Lora, init_adapters, join_params
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes
 from jax_ppo.sampler.engine import SamplingOptions, running
@@ -96,7 +96,7 @@ def test_it_samples_with_the_newest_adapters(tmp_path):
     adapted = Transformer(ARCHITECTURE, lora=lora)
     new = init_adapters(ARCHITECTURE, lora, jax.random.key(1), "lm")
     other = jax.tree.map(lambda x: x + 0.05, new)
-    params = [join_adapters(actor.stacked, adapters) for adapters in (new, other, new)]
+    params = [join_params(actor.stacked, adapters) for adapters in (new, other, new)]
     engine = make_engine(adapted, params[0], tmp_path / "model")
     with jax.set_mesh(MESH), running(engine):
 
@@ -114,4 +114,4 @@ def test_it_samples_with_the_newest_adapters(tmp_path):
         url = f"http://127.0.0.1:{engine._server.port}"
         with running(make_engine(adapted, params[0], engine.folder, engine="openai", url=url)) as b:
             for adapters in (other, new):
-                update_and_generate(b, join_adapters(base, adapters))
+                update_and_generate(b, join_params(base, adapters))
