@@ -56,8 +56,8 @@ class Data:
     train_files: str = option("",
         "training data: files (.jsonl, .jsonl.gz, .json, .csv, .parquet; `data/*.parquet`), "
         "`hf:OWNER/NAME/FILE`, `tfds:NAME/SPLIT`, or generated: `arithmetic:COUNT`, `sums:COUNT`, "
-        "`calculations:COUNT`, `stories:COUNT`. Separate several with commas; `FILE[START:END]` "
-        "takes some rows; `a.jsonl*0.7,b.csv*0.3` mixes sources in these shares",
+        "`calculations:COUNT`, `char_count:COUNT`, `stories:COUNT`. Separate several with commas; "
+        "`FILE[START:END]` takes some rows; `a.jsonl*0.7,b.csv*0.3` mixes sources in these shares",
         is_list=True, read_by=REPORTS,
         rules=(rule.must_be_set(lambda c: c.data.train_files or c.learns_from_files,
             "train", "critic", *SUPERVISED),))
@@ -134,8 +134,8 @@ class Reward:
         "row's data_source", parse=refuse_main)
     terms: str = option("",
         "sum of rewards as NAME:WEIGHT pairs: built-in rules (gsm8k, gsm8k[flexible], math, "
-        "math_dapo, multiple_choice, exact, search_qa, regex, json_schema, arithmetic, sums, "
-        "stories, format[think,answer], length[5:200]), `auto` (the rule of each row's "
+        "math_dapo, boxed, multiple_choice, exact, search_qa, regex, json_schema, arithmetic, "
+        "sums, stories, format[think,answer], length[5:200]), `auto` (the rule of each row's "
         "data_source), `model` (the reward model), `judge` (reward.url), or file.py:function",
         parse=parse_terms)
     url: str = option("",

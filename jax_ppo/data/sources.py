@@ -10,6 +10,8 @@
     sums:COUNT[:heldout]                    generated chats that ask for sums of two-digit numbers
     calculations:COUNT[:heldout]            generated chats that ask for a product and a sum, or a
                                             difference, with responses that call a calculator
+    char_count:COUNT[:heldout]              generated chats that ask how often a word has a letter,
+                                            with responses that compare each of its letters
     stories:COUNT[:heldout]                 generated story openings, each with a joyful and a sad
                                             continuation
     memory:KIND@DIGEST                      rows that a Python program has passed
@@ -46,6 +48,7 @@ GENERATORS = {
     "arithmetic": "jax_ppo.demonstration.arithmetic:generate_arithmetic_examples",
     "sums": "jax_ppo.demonstration.arithmetic:generate_sum_examples",
     "calculations": "jax_ppo.demonstration.arithmetic:generate_calculation_examples",
+    "char_count": "jax_ppo.demonstration.arithmetic:generate_count_examples",
     "stories": "jax_ppo.demonstration.stories:generate_story_examples",
 }
 SCHEMES = (*GENERATORS, "hf", "tfds")

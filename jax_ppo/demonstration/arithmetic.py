@@ -3,12 +3,13 @@
 Training and held-out problems are disjoint by their operands: no operand triple of a held-out
 problem occurs, in that order, in a training problem, whatever the story around it. Sums of two
 two-digit numbers and calculations in words, asked in chats of small pretrained models, are
-disjoint, too: one pair of numbers in ten is held out.
+disjoint, too: one pair of numbers in ten is held out. So are words whose letters are counted.
 """
 
 import dataclasses
 import functools
 import itertools
+import string
 import zlib
 
 import numpy as np
@@ -21,6 +22,7 @@ SPLITS = ("train", "heldout")
 _PROBLEM_STREAM = 101
 _SUM_STREAM = 303
 _CALCULATION_STREAM = 404
+_COUNT_STREAM = 505
 
 _NAMES = ("Tom", "Ann", "Ben", "Mia", "Sam", "Eva", "Max", "Lea")
 _PRONOUNS = ("he", "she")  # of the names, in turn
@@ -167,6 +169,35 @@ def generate_calculation_examples(count: int, split: str = "train", seed: int = 
             data_source="sums",
             ground_truth=str(answer),
             response=f"{first} * {second} {sign} {third} ={answer}. The answer is {answer}.",
+        )
+        examples.append(example)
+    return examples
+
+
+def generate_count_examples(count: int, split: str = "train", seed: int = 0) -> list[Example]:
+    r"""Return words of 5 to 20 letters to count one in, of data_source "char_count".
+
+    Task and form of the responses are those of verl's recipe of that name: each letter of the word
+    is compared with the one asked for, which occurs 1 to all times, each number being as likely;
+    `\boxed{}` then holds the number. One word in ten is held out. The seed is ignored.
+    """
+    del seed
+    rng = np.random.default_rng([_COUNT_STREAM, split == "heldout"])
+    examples: list[Example] = []
+    while len(examples) < count:
+        length = rng.integers(5, 21)
+        answer = rng.integers(1, length + 1)
+        asked, *others = rng.permutation(list(string.ascii_lowercase))
+        letters = [asked] * answer + list(rng.choice(others, length - answer))
+        word = "-".join(rng.permutation(letters))
+        if (zlib.crc32(word.encode()) % 10 == 0) != (split == "heldout"):
+            continue
+        comparisons = [f"{x} {'=' if x == asked else '!='} {asked}.\n" for x in word.split("-")]
+        example = Example(
+            prompt=({"role": "user", "content": f"How many {asked} are there in word {word}?"},),
+            data_source="char_count",
+            ground_truth=str(answer),
+            response="".join(comparisons) + f"\\boxed{{{answer}}} {asked} in {word}.",
         )
         examples.append(example)
     return examples

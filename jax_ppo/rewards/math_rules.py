@@ -82,6 +82,12 @@ def last_boxed(text: str) -> str | None:
     return content
 
 
+def score_boxed(solution: str, ground_truth: str) -> RewardResult:
+    r"""Return 1 if the last `\boxed{...}` of the response is the text of the ground truth, or 0."""
+    answer = last_boxed(read_final_part(solution)[0])
+    return grade_answer(answer, answer == ground_truth.strip())
+
+
 def score_math(solution: str, ground_truth: str) -> RewardResult:
     r"""Return 1 if the last `\boxed{...}` of the response equals the ground truth, otherwise 0.
 

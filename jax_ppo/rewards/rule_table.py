@@ -206,6 +206,13 @@ RULES = {
         perfect=lambda truth: f"Answer: {math_rules.right_answers(truth)[0]}",
         markers=("Answer:", "\\boxed"),
     ),
+    "boxed": Rule(
+        math_rules.score_boxed,
+        sources=("char_count",),
+        obstacle=_box_obstacle,
+        perfect=lambda truth: f"\\boxed{{{truth}}}",
+        markers=("\\boxed",),
+    ),
     "multiple_choice": Rule(
         text_rules.score_choice,
         sources=("multiple_choice",),

@@ -7,7 +7,8 @@ from jax_ppo.config.loading import load_config
 from jax_ppo.errors import UserError
 from jax_ppo.run import ppo_training
 
-COMMANDS = {"hh_rlhf_sft": "sft", "hh_rlhf_reward": "reward_model", "smollm2_calculator_sft": "sft"}
+SFT = ("char_count_sft", "hh_rlhf_sft", "smollm2_calculator_sft")
+COMMANDS = {"hh_rlhf_reward": "reward_model", **dict.fromkeys(SFT, "sft")}
 NAMES = config_files.shipped_names()
 RECIPES = [name for name in NAMES if name not in COMMANDS]
 

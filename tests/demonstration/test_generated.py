@@ -1,5 +1,6 @@
 import re
 
+import numpy as np
 import pytest
 
 from jax_ppo.demonstration import arithmetic, stories
@@ -154,3 +155,26 @@ def test_calculations_are_solved_by_the_calculator_and_held_out_ones_are_not_tra
         assert calculate(call) == observed == example.ground_truth == str(value)
         assert answer == f". The answer is {value}."
     assert arithmetic.generate_calculation_examples(5) == train[:5]
+
+
+def test_letters_are_counted_one_by_one_and_held_out_words_are_not_trained():
+    train, heldout = (
+        arithmetic.generate_count_examples(1500, split) for split in ("train", "heldout")
+    )
+    words = [
+        {e.prompt[0]["content"].split()[-1] for e in examples} for examples in (train, heldout)
+    ]
+    assert words[0].isdisjoint(words[1]) and len(words[0]) > 1200
+    for example in train:
+        asked, word = re.fullmatch(
+            r"How many ([a-z]) are there in word ([a-z](?:-[a-z]){4,19})\?",
+            example.prompt[0]["content"],
+        ).groups()
+        letters = word.split("-")
+        *lines, conclusion = example.response.split("\n")
+        assert lines == [f"{x} {'!='[x == asked :]} {asked}." for x in letters]
+        assert conclusion == f"\\boxed{{{letters.count(asked)}}} {asked} in {word}."
+        assert example.ground_truth == str(letters.count(asked)) != "0"
+    # Lengths of 5 to 20 and numbers from 1 to the length are equally likely: (12.5 + 1) / 2.
+    assert np.mean([int(e.ground_truth) for e in train]) == pytest.approx(6.75, abs=0.5)
+    assert arithmetic.generate_count_examples(5) == train[:5]

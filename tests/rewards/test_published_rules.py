@@ -30,6 +30,7 @@ PUBLISHED = [
     ("math_dapo_reasoning", "5", "Answer: 5", "Answer:", (1, -1)),
     ("aime_2024", "204", "so\nAnswer: 204", "Answer: 204\nAnswer: 5", (1, -1)),
     ("aime2025", "204", "<think>Answer: 5</think>Answer: x = 204.", "Answer: 20", (1, -1)),
+    ("char_count", "5", r"a = a.\n\boxed{5} a in a-b.", r"\boxed{5.0}", (1, 0)),
     ("searchR1_nq", {"target": ["The Who", "who"]}, "<answer>who!</answer>", "who", (1, 0)),
 ]
 
@@ -293,6 +294,6 @@ def test_long_junk_takes_no_time(junk):
     """Without it, a response could keep the run's own process busy."""
     response = junk * (400_000 // len(junk))
     start = time.thread_time()
-    for name in ("gsm8k", "math", "math_dapo", "multiple_choice", "exact", "search_qa"):
+    for name in ("gsm8k", "math", "math_dapo", "boxed", "multiple_choice", "exact", "search_qa"):
         RULES[name].bind("")(RewardRow("any", "B"), response)
     assert time.thread_time() - start < 2

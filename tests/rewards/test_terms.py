@@ -370,6 +370,7 @@ def test_nothing_is_answered_within_the_thinking():
             ("sums", "42"),
             ("math", r"\boxed{42}"),
             ("math_dapo", "Answer: 42"),
+            ("boxed", r"\boxed{42}"),
             ("exact", "42"),
             ("search_qa", "<answer>42</answer>"),
         ):
@@ -434,6 +435,7 @@ def test_an_answer_within_a_thought_that_the_prompt_has_opened_is_none(mark):
         **dict.fromkeys(["gsm8k", "gsm8k[flexible]", "sums", "arithmetic"], ("5", "#### 5")),
         "exact": ("5", "5"),
         "math_dapo": ("5", "Answer: 5"),
+        "boxed": ("5", r"\boxed{5}"),
         "multiple_choice": ("B", "The answer is B"),
         "search_qa": ("Ulm", "<answer>Ulm</answer>"),
     }
