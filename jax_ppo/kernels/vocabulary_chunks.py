@@ -1,5 +1,6 @@
 """Logits of the positions that a mask selects, one chunk of positions at a time."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -63,8 +64,13 @@ def assert_widths(hidden: Float[Array, " G N D"], unembedding: Float[Array, " V 
 
 def default_chunk_size(vocabulary: int) -> int:
     """Return the positions per chunk whose logits fill the budget of the target platform."""
-    budget = CHUNK_BYTES.get(target_platform(), CHUNK_BYTES_ELSEWHERE)
-    return max(budget // (4 * vocabulary), MIN_CHUNK_SIZE)
+    platform = target_platform()
+    size = CHUNK_BYTES.get(platform, CHUNK_BYTES_ELSEWHERE) // (4 * vocabulary)
+    if platform not in CHUNK_BYTES:
+        # The nearest power of two: whole tiles of products, and responses of common lengths are
+        # whole chunks, where 883 positions would leave a quarter of the computed logits unused.
+        size = 2 ** round(math.log2(max(size, 1)))
+    return max(size, MIN_CHUNK_SIZE)
 
 
 class MaskedChunks:

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_ppo.config.schema import MeshShape
 from jax_ppo.kernels import logprobs as kernel
 from jax_ppo.kernels import vocabulary_chunks
+from jax_ppo.kernels.platform import assume_platform
 from jax_ppo.kernels.vocabulary_chunks import LogitOptions
 from jax_ppo.runtime.meshes import make_mesh
 
@@ -174,6 +175,17 @@ def test_never_holds_places_by_vocabulary(vocabulary, width):
 
     # The measure sees what it is meant to see.
     assert temporaries(10**9, 1, places, width, vocabulary) > whole
+
+
+@pytest.mark.parametrize(
+    ("platform", "vocabulary", "size"),
+    # 2^29 bytes hold the logits of 883, 4194 and 128 positions; on a CPU, 2^22 bytes those of 255.
+    [("gpu", 151_936, 1024), ("tpu", 32_000, 4096), ("gpu", 2**20, 128), ("cpu", 4107, 255)],
+)
+def test_chunks_on_accelerators_are_powers_of_two(platform, vocabulary, size):
+    """Rows and responses of 512 or 1024 tokens then leave no part of a chunk empty."""
+    with assume_platform(platform):
+        assert vocabulary_chunks.default_chunk_size(vocabulary) == size
 
 
 @pytest.mark.parametrize("devices", [1, 8])
