@@ -167,3 +167,101 @@ def test_a_tpus_programs_are_lowered_where_there_is_none(monkeypatch, program):
     assert (step.nets.actor.attention, step.decoder.decoding) == ("splash", "tpu")
     text = step.lower(program, ("tpu",)).as_text()
     assert ("tpu_custom_call" in text) == (program != "sample")
+
+
+COMPILED = """\
+%fused_write (p.0: bf16[8,4], p.1: bf16[1,4], p.2: s32[]) -> bf16[8,4] {
+  %p.0 = bf16[8,4]{1,0} parameter(0)
+  %p.1 = bf16[1,4]{1,0} parameter(1)
+  %p.2 = s32[] parameter(2)
+  ROOT %write = bf16[8,4]{1,0} dynamic-update-slice(%p.0, %p.1, %p.2, %p.2)
+}
+
+%fused_look_up (p.3: f32[100,4], p.4: s32[2]) -> f32[2,4] {
+  %p.3 = f32[100,4]{1,0} parameter(0)
+  %exponential = f32[100,4]{1,0} exponential(%p.3)
+  %p.4 = s32[2]{0} parameter(1)
+  ROOT %gather = f32[2,4]{1,0} gather(%exponential, %p.4), offset_dims={1}
+}
+
+%fused_transpose (p.5: f32[1024,512]) -> f32[512,1024] {
+  %p.5 = f32[1024,512]{1,0} parameter(0)
+  ROOT %transpose = f32[512,1024]{1,0} transpose(%p.5), dimensions={1,0}
+}
+
+%body (state: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
+  %state = (s32[], f32[4,8]{1,0}) parameter(0)
+  %count = s32[] get-tuple-element(%state), index=0
+  %x = f32[4,8]{1,0} get-tuple-element(%state), index=1
+  %w = f32[8,8]{1,0} constant({...})
+  %dot = f32[4,8]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %next = (s32[], f32[4,8]{1,0}) tuple(%count, %dot)
+}
+
+%condition (state.1: (s32[], f32[4,8])) -> pred[] {
+  %state.1 = (s32[], f32[4,8]{1,0}) parameter(0)
+  %count.1 = s32[] get-tuple-element(%state.1), index=0
+  %limit = s32[] constant(5)
+  ROOT %less = pred[] compare(%count.1, %limit), direction=LT
+}
+
+ENTRY %main (cache: bf16[8,4], new: bf16[1,4], i: s32[], table: f32[100,4]) -> f32[512,1024] {
+  %cache = bf16[8,4]{1,0} parameter(0)
+  %new = bf16[1,4]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %table = f32[100,4]{1,0} parameter(3)
+  %ids = s32[2]{0} constant({3, 4})
+  %written = bf16[8,4]{1,0} fusion(%cache, %new, %i), kind=kLoop, calls=%fused_write
+  %found = f32[2,4]{1,0} fusion(%table, %ids), kind=kLoop, calls=%fused_look_up
+  %start = (s32[], f32[4,8]{1,0}) tuple(%i, %found)
+  %while = (s32[], f32[4,8]{1,0}) while(%start), condition=%condition, body=%body
+  %sent = (f32[4,8]{1,0}, f32[16,8]{1,0}) all-gather-start(%x), dimensions={0}
+  %here = f32[16,8]{1,0} all-gather-done(%sent)
+  %attention = (bf16[2,6,1,8]{3,2,1,0}, u8[0]{0}) custom-call(%q, %k, %v), target="__cudnn$fmha"
+  %q = bf16[2,1,6,8]{3,2,1,0} constant({...})
+  %k = bf16[2,10,3,8]{3,2,1,0} constant({...})
+  %v = bf16[2,10,3,8]{3,2,1,0} constant({...})
+  ROOT %large = f32[512,1024]{1,0} fusion(%ids), kind=kInput, calls=%fused_transpose
+}
+"""
+
+
+def test_a_compiled_program_is_counted_from_its_text(harness):
+    import hlo_counts
+
+    program = hlo_counts.Program(COMPILED)
+    launched = list(program.launched(program.entry, lambda loop: program.fixed_trips(loop)))
+    times = {x.name: repeats for x, repeats in launched}
+    # The limit of the condition says five trips; what ends an exchange launches nothing.
+    assert times == dict.fromkeys(("written", "found", "sent", "attention", "large"), 1) | {
+        "dot": 5
+    }
+    of = {x.name: x for x, _ in launched}
+    assert program.flops(of["dot"]) == 2 * 4 * 8 * 8
+    # Two products of 6 queries with 10 keys of 8 numbers, in each of two rows.
+    assert program.flops(of["attention"]) == 2 * (2 * 2 * 6 * 10 * 8)
+    # A row is read and written, beside an index; two rows of the table are, beside two indices.
+    assert program.moved_bytes(of["written"], used=1) == 8 + 4 + 8
+    assert program.moved_bytes(of["found"], used=1) == 2 * 32 + 8
+    assert program.moved_bytes(of["attention"], used=0.5) == 192 + 960 / 2 * 2 + 192
+    assert {name: program.copied_bytes(x) for name, x in of.items() if program.copied_bytes(x)} == {
+        "large": 4 * 512 * 1024
+    }
+    assert hlo_counts.collective_bytes(of["sent"]) == 4 * 16 * 8
+
+
+def test_products_that_a_tpu_calls_convolutions_are_counted(harness):
+    import hlo_counts
+
+    text = """\
+ENTRY %main (x: bf16[4,8], w: bf16[8,16]) -> bf16[4,16] {
+  %x = bf16[4,8]{1,0} parameter(0)
+  %w = bf16[8,16]{1,0} parameter(1)
+  ROOT %product = bf16[4,16]{1,0:S(1)} convolution(%x, %w), dim_labels=bf_io->bf
+}
+"""
+    program = hlo_counts.Program(text)
+    ((product, _),) = program.launched("main", lambda loop: 1)
+    assert program.flops(product) == 2 * 4 * 8 * 16
+    # The result stays in vector memory.
+    assert program.moved_bytes(product, used=1) == 2 * (4 * 8 + 8 * 16)
