@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 from jax_ppo.errors import UserError
-from jax_ppo.runtime import compat
+from jax_ppo.runtime import compat, xla_flags
 
 # JAX's settings with the values that a run works with, the default first. The names in capitals
 # are environment variables.
@@ -25,6 +25,7 @@ _SETTINGS = {
     "jax_default_prng_impl": ("threefry2x32",),
     "jax_random_seed_offset": (0,),
 }
+_NVIDIA = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # one is there if JAX looks for a GPU
 TRIED = "JAX_PPO_TRIED_XLA_FLAGS"  # the value tried already, for the processes that this one starts
 
 
@@ -33,6 +34,9 @@ def start_backends() -> None:
     require_settings()
     import jax
 
+    platforms = jax.config.jax_platforms or "cuda"  # type: ignore[attr-defined]
+    if {"cuda", "gpu"} & {*platforms.split(",")} and any(map(os.path.exists, _NVIDIA)):
+        add_gpu_flags()
     try:
         # Gloo, which connects the CPUs of several processes, would resolve the name of the host,
         # which some machines cannot, and others resolve to an address of the loopback interface.
@@ -80,6 +84,24 @@ def require_settings() -> None:
             f"XLA_FLAGS: the installed jaxlib does not know {shlex.join(refused)}, or not this "
             "value; leave it out, or install another jaxlib"
         )
+
+
+def add_gpu_flags() -> None:
+    """Add `xla_flags.GPU_FLAGS` to XLA_FLAGS, before the first backend starts.
+
+    The user's flags win, and a flag that XLA would refuse is left out; a line says so.
+    """
+    for flag in xla_flags.GPU_FLAGS:
+        before = os.environ.get("XLA_FLAGS", "")
+        if flag in before.split():
+            continue
+        reason = "XLA_FLAGS sets it" if flag.partition("=")[0] in before else ""
+        if not reason:
+            os.environ["XLA_FLAGS"] = f"{before} {flag}".strip()
+            if refused_flags():
+                os.environ["XLA_FLAGS"], reason = before, "the installed jaxlib refuses it"
+        if reason:
+            print(f"note: a run leaves out {flag}: {reason}", file=sys.stderr)
 
 
 def refused_flags() -> list[str]:

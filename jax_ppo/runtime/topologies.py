@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from jax_ppo.errors import UserError, counted, nearest_name
+from jax_ppo.runtime import backends
 
 if TYPE_CHECKING:
     import jax
@@ -237,6 +238,8 @@ def prepare_environment(topology: Topology) -> None:
         "TPU_WORKER_HOSTNAMES": "localhost",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
+    if topology.device_type.platform == "cuda":
+        backends.add_gpu_flags()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", topology.num_devices)
 

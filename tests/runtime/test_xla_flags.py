@@ -9,7 +9,7 @@ import jax_ppo
 import quick_compilation
 import tiny
 from jax_ppo.errors import UserError
-from jax_ppo.runtime import backends, compat
+from jax_ppo.runtime import backends, compat, xla_flags
 
 KNOWN = "--xla_backend_optimization_level=0"
 
@@ -72,6 +72,32 @@ def test_flags_are_left_to_jaxlib_where_a_child_cannot_try_them(monkeypatch):
 def test_a_quotation_that_is_not_closed_is_refused_as_a_whole(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_nothing='a b")
     assert backends.refused_flags() == ["--xla_nothing='a b"]
+
+
+def test_jaxlib_knows_each_flag_for_gpus_in_the_table(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", " ".join(xla_flags.GPU_FLAGS | xla_flags.GPU_VARIANTS))
+    assert backends.refused_flags() == []
+
+
+@pytest.mark.parametrize(
+    ("given", "ours", "result", "line"),
+    [
+        ("", "--xla_gpu_autotune_level=1", "--xla_gpu_autotune_level=1", ""),
+        (KNOWN, "--xla_gpu_ftz=true", f"{KNOWN} --xla_gpu_ftz=true", ""),
+        ("--xla_gpu_ftz=false", "--xla_gpu_ftz=true", "--xla_gpu_ftz=false", "XLA_FLAGS sets it"),
+        (KNOWN, "--xla_nothing=true", KNOWN, "the installed jaxlib refuses it"),
+    ],
+)
+def test_flags_for_gpus_are_added_unless_the_user_or_jaxlib_has_others(
+    monkeypatch, capsys, given, ours, result, line
+):
+    monkeypatch.setattr(xla_flags, "GPU_FLAGS", {ours: "why"})
+    monkeypatch.setenv("XLA_FLAGS", given)
+    backends.add_gpu_flags()
+    backends.add_gpu_flags()  # what is there is not added again
+    assert os.environ["XLA_FLAGS"] == result
+    expected = f"note: a run leaves out {ours}: {line}\n" if line else ""
+    assert capsys.readouterr().err == 2 * expected
 
 
 def test_programs_of_tests_share_what_they_are_lowered_in():
