@@ -17,6 +17,7 @@ from jax_ppo.memory.abstract_step import FLOAT32_BYTES, AbstractStep, Role
 from jax_ppo.memory.memory_check import fetched_memory
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.attention import query_block_size
+from jax_ppo.models.attention_kernels import program_for_length
 from jax_ppo.models.hf.deberta import DebertaArchitecture
 from jax_ppo.ppo.programs import StepProgram, find_step_program, planned_programs
 from jax_ppo.runtime import meshes
@@ -194,15 +195,15 @@ def _split_widths(a: Architecture) -> tuple[int, int]:
 
 
 def _scores_per_row(role: Role, length: int, parts: int) -> int:
-    """Return the number of scores that xla's attention has at once, of a block of queries."""
+    """Return the number of scores that attention has at once: xla's, of a block of queries."""
+    if program_for_length(getattr(role.net, "attention", "xla"), length) != "xla":
+        return 0
     heads = -(-role.architecture.num_heads // parts)
     return heads * min(query_block_size(length), length) * length
 
 
 def _row_scores(step: AbstractStep, role: Role, packing: Packing) -> int:
-    """Return the number of scores of a packed row at once; other kernels than xla's have none."""
-    if getattr(role.net, "attention", "xla") != "xla":
-        return 0
+    """Return the number of scores of a packed row at once."""
     length = packing.sample.shape[-1] * meshes.row_parts(step.mesh)
     return _scores_per_row(role, length, step.mesh.shape["model"])
 
