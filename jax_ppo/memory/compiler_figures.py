@@ -3,6 +3,8 @@
 import collections
 import dataclasses
 import re
+import sys
+import time
 from typing import Any
 
 import jax
@@ -11,7 +13,8 @@ from jax.sharding import Mesh
 from jax_ppo.errors import UserError
 from jax_ppo.memory.abstract_step import AbstractStep
 from jax_ppo.memory.memory_estimate import ProgramMemory, resident_memory
-from jax_ppo.ppo.programs import StepProgram, planned_programs, take_step_on_shapes
+from jax_ppo.ppo import programs
+from jax_ppo.ppo.programs import StepProgram, find_step_program, planned_programs
 from jax_ppo.runtime import meshes, sharding
 from jax_ppo.runtime.compiled_programs import output_shapes, run_on_shapes
 from jax_ppo.runtime.devices import bytes_per_device
@@ -23,19 +26,21 @@ _TEMPORARIES = re.compile(r"required for HLO temporaries \(([\d.]+)([KMG])\)")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
-def measure_programs(step: AbstractStep) -> tuple[dict[str, ProgramMemory], set[str]]:
-    """Compile the programs of a step, by taking it on shapes.
+def measure_programs(
+    step: AbstractStep, compiled: dict[Any, Any]
+) -> tuple[dict[str, ProgramMemory], set[str]]:
+    """Compile the programs of a step, by taking it on shapes; print a line for each to stderr.
 
     Return the bytes per device of each program by name, and the programs that the compiler refused,
-    whose temporaries may include what they replace. Raise `UserError` if it failed for another
-    reason than memory.
+    whose temporaries may include what they replace. `compiled` keeps them for steps of other sizes.
+    Raise `UserError` if one failed for another reason than memory.
     """
-    recorder = _Recorder(step.mesh, step.decoding_weights)
+    recorder = _Recorder(step.mesh, step.decoding_weights, compiled)
     with run_on_shapes(recorder):
-        take_step_on_shapes(step, step.state, step.batches())
+        programs.take_step_on_shapes(step, step.state, step.batches())
     # Arrays with a separate column, by identity: programs get the shapes that others returned.
-    copies = [x for program in recorder.programs["prepare_weights"] for x in program.results]
-    counted = {id(x) for x in (*jax.tree.leaves(step.state), *copies)}
+    copies = [program.results for program in recorder.programs["prepare_weights"]]
+    counted = {id(x) for x in jax.tree.leaves((step.state, copies))}
     measured: dict[str, ProgramMemory] = {}
     refused = set()
     for program in planned_programs(step):
@@ -48,64 +53,74 @@ def measure_programs(step: AbstractStep) -> tuple[dict[str, ProgramMemory], set[
 
 @dataclasses.dataclass
 class _ProgramFigures:
-    """A compiled program: the leaves of its arguments and results, and bytes per device."""
+    """A compiled program: leaves of its arguments, shapes of its results, bytes per device."""
 
     arguments: list[Any]
-    results: list[Any]
+    results: Any
     new_result_bytes: int
     temporary_bytes: int
     is_refused: bool
 
 
+@dataclasses.dataclass
 class _Recorder:
     """Compiles programs and records the memory that they need."""
 
-    def __init__(self, mesh: Mesh, decoding_weights: Params) -> None:
-        self._mesh = mesh
-        self._decoding_weights = decoding_weights
+    mesh: Mesh
+    decoding_weights: Params
+    compiled: dict[Any, Any]  # `_ProgramFigures` by name and text of the program
+
+    def __post_init__(self) -> None:
         # By name. Small programs that prepare arguments count for the program that reads them.
         self.programs = collections.defaultdict[str, list[_ProgramFigures]](list)
         self._small: list[_ProgramFigures] = []
 
     def __call__(self, name: str, lowered: jax.stages.Lowered, arguments: tuple[Any, ...]) -> Any:
         leaves = [x for x in jax.tree.leaves(arguments) if hasattr(x, "sharding")]
+        key = (name, lowered.as_text())
+        if key not in self.compiled:
+            started_at = time.monotonic()
+            self.compiled[key] = self._compile(lowered, leaves)
+            if name:
+                label, seconds = find_step_program(name).label, time.monotonic() - started_at
+                print(f"compiled {label}: {seconds:.1f} s", file=sys.stderr, flush=True)
+        program = dataclasses.replace(self.compiled[key], arguments=leaves)
+        self._small.append(program)
+        if name:
+            self.programs[name] += self._small
+            self._small = []
+        return program.results
+
+    def _compile(self, lowered: jax.stages.Lowered, leaves: list[Any]) -> _ProgramFigures:
         try:
             compiled = lowered.compile()
         except jax.errors.JaxRuntimeError as error:
-            shapes = self._lay_out(lowered.out_info)
-            new_bytes, temporary_bytes, is_refused = 0, _refused_bytes(str(error), leaves), True
-        else:
-            shapes = output_shapes(lowered, compiled)
-            memory = compiled.memory_analysis()
-            assert memory is not None, "all of JAX's compilers state the memory of programs"
-            new_bytes = memory.output_size_in_bytes - memory.alias_size_in_bytes
-            temporary_bytes, is_refused = memory.temp_size_in_bytes, False
-        program = _ProgramFigures(
-            leaves, jax.tree.leaves(shapes), new_bytes, temporary_bytes, is_refused
-        )
-        if name:
-            self.programs[name] += [*self._small, program]
-            self._small = []
-        else:
-            self._small.append(program)
-        return shapes
+            temporary_bytes = _refused_bytes(str(error), leaves)
+            return _ProgramFigures(
+                leaves, self._lay_out(lowered.out_info), 0, temporary_bytes, is_refused=True
+            )
+        memory = compiled.memory_analysis()
+        assert memory is not None, "all of JAX's compilers state the memory of programs"
+        new_bytes = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        shapes = output_shapes(lowered, compiled)
+        return _ProgramFigures(leaves, shapes, new_bytes, memory.temp_size_in_bytes, False)
 
     def _lay_out(self, results: Any) -> Any:
         """Return results with shardings, since a refused program has not chosen any."""
         structure = jax.tree.structure(results)
-        weights = self._decoding_weights
+        weights = self.decoding_weights
         others = {name: x for name, x in weights.items() if not name.startswith("layer_")}
         for part in (others, weights["layer_0"]):
             # A program that lays weights out for decoding also returns the index of a layer.
             laid_out = (part, jax.ShapeDtypeStruct((), "int32"))
             if structure == jax.tree.structure(laid_out):  # type: ignore[operator]
                 return laid_out
-        parts = meshes.row_shards(self._mesh)
+        parts = meshes.row_shards(self.mesh)
 
         def lay_out(x: Any) -> jax.ShapeDtypeStruct:
-            layout = sharding.replicated(self._mesh)
+            layout = sharding.replicated(self.mesh)
             if x.ndim > 0 and x.shape[0] % parts == 0:
-                layout = sharding.rows(self._mesh)
+                layout = sharding.rows(self.mesh)
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
 
         return jax.tree.map(lay_out, results)

@@ -230,14 +230,14 @@ def _measure_step(
     build: Callable[[Mapping[str, Any]], AbstractStep], topology: Topology, compiles: bool
 ) -> tuple[AbstractStep, dict[str, ProgramMemory], set[str], SizeChoice]:
     """Return a step with its automatic sizes, what `measure_programs` returns, and the choice."""
-    choice = AS_SET
+    choice, compiled = AS_SET, dict[Any, Any]()
     if topology.available_bytes is not None:
         choice = choose_sizes(rank_step_sizes(build), topology.available_bytes)
     while True:
         step = build(choice.sizes.options)
         if not compiles:
             return step, estimate_memory(step), set(), choice
-        memory, refused = measure_programs(step)
+        memory, refused = measure_programs(step, compiled)
         needed = largest_peak(memory)
         smaller = choice.smaller(needed) if needed > choice.limit else None
         if smaller is None:

@@ -17,7 +17,7 @@ import pytest
 import tiny
 from jax_ppo import plan as plan_command
 from jax_ppo.errors import UserError
-from jax_ppo.memory import memory_estimate, step_plan
+from jax_ppo.memory import abstract_step, compiler_figures, memory_estimate, step_plan
 from jax_ppo.memory.memory_check import PPOMemory
 from jax_ppo.models.heads import param_shapes
 from jax_ppo.models.hf.config_export import to_hf_config
@@ -108,6 +108,23 @@ def test_int8_kernels_shrink_the_decoding_copy(folder):
 def test_the_dtype_is_that_of_the_named_machine(folder, topology, dtype):
     chosen = estimate(folder, topology, model__dtype="auto")
     assert chosen.to_json() == estimate(folder, topology, model__dtype=dtype).to_json()
+
+
+@pytest.mark.slow
+def test_a_program_of_one_shape_is_compiled_once_for_all_sizes(folder, capsys):
+    compiled, mesh = {}, tiny.make_mesh()
+    labels = []
+    with jax.set_mesh(mesh):
+        for rows in (None, 1):
+            config = tiny.config(model__path=folder, actor__ppo_micro_batch_size_per_device=rows)
+            step = abstract_step.build_abstract_step(config, mesh)
+            memory, _ = compiler_figures.measure_programs(step, compiled)
+            assert list(memory) == PROGRAMS
+            lines = capsys.readouterr().err
+            labels.append(re.findall(r"^compiled (.+): \d+\.\d s$", lines, re.MULTILINE))
+    assert len(labels[0]) == 8
+    # Sampling and advantages have no micro-batches.
+    assert labels[1] == ["forward, policy", "forward, critic", "update, actor", "update, critic"]
 
 
 @pytest.mark.slow
