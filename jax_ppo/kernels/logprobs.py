@@ -22,6 +22,7 @@ from jax_ppo.kernels.vocabulary_chunks import (
     assert_widths,
     chunk_logits,
     hidden_and_weight_grad,
+    sum_products,
 )
 
 
@@ -106,7 +107,7 @@ def _forward(
         total = jnp.sum(jnp.exp(shifted), axis=-1)
         # Both terms of the entropy are >= 0; logsumexp - E[z] would dip below 0 by rounding.
         if with_entropy:
-            mean_gap = jnp.sum(jnp.exp(shifted) * -shifted, axis=-1) / total
+            mean_gap = sum_products(jnp.exp(shifted), -shifted) / total
         else:
             mean_gap = -jnp.log(total)  # this makes the entropy exactly 0
         logprob = (target - top) - jnp.log(total)

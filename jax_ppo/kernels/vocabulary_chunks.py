@@ -130,6 +130,13 @@ def drop_ids(logits: Float32[Array, "... V"], num_ids: int | None) -> Float32[Ar
     return jnp.where(jnp.arange(logits.shape[-1]) < num_ids, logits, DROPPED)
 
 
+def sum_products(x: Float32[Array, "... V"], y: Float32[Array, "... V"]) -> Float32[Array, "..."]:
+    """Return the sums of x y over the vocabulary."""
+    # float32 has these bits: nothing is rounded. Without it, a CPU's compiler leaves product and
+    # sum to a library together, which takes four times as long.
+    return jnp.sum(jax.lax.reduce_precision(x * y, 8, 23), axis=-1)
+
+
 def softcap(x: Float[Array, " *shape"], cap: float | None) -> Float[Array, " *shape"]:
     """Return cap tanh(x / cap), in (-cap, cap) (Gemma 2, section 2); x itself if `cap` is None."""
     if cap is None:

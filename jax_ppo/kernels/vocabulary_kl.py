@@ -19,6 +19,7 @@ from jax_ppo.kernels.vocabulary_chunks import (
     assert_widths,
     chunk_logits,
     hidden_and_weight_grad,
+    sum_products,
 )
 
 
@@ -113,7 +114,7 @@ def _backward(options: LogitOptions, inputs: _Inputs, kl_grad: jax.Array) -> tup
         d = difference_beyond_rounding(log_p, jax.nn.log_softmax(ref_logits / options.temperature))
         # The softmax's gradient: the part of d that all tokens share has no effect.
         p = jnp.exp(log_p)
-        excess = d - jnp.sum(p * d, axis=-1, keepdims=True)
+        excess = d - sum_products(p, d)[..., None]
         return p * excess * (chunks.gather(kl_grad, i) / options.temperature)[..., None]
 
     gradients = hidden_and_weight_grad(mask, chunks, hidden, unembedding, logits_grad, options)

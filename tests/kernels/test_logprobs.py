@@ -1,5 +1,6 @@
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -124,6 +125,18 @@ def test_entropy_is_never_negative_nor_logprob_positive(rng):
         assert np.isfinite(logprobs).all() and np.isfinite(entropy).all()
     _, entropy = token_logprobs(0 * hidden, unembedding, targets, 1.0, 16)
     np.testing.assert_allclose(entropy, math.log(20), rtol=1e-6)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="of the library of XLA for CPUs")
+def test_the_entropy_is_summed_by_a_loop(rng):
+    """XLA's library for CPUs takes four times as long for a sum of products as for a plain sum."""
+    hidden, unembedding, targets = inputs(rng, 1, 256, 4, 4096)
+    arguments = (hidden, unembedding, targets, jnp.ones(targets.shape, bool), LogitOptions(1.0))
+    text = jitted.lower(*arguments, with_entropy=True).compile().as_text()
+    names = re.findall(r"kind=kCustom, calls=%([\w.\-]+)", text)
+    bodies = [text.split(f"%{name} (", 1)[1].split("\n}", 1)[0] for name in names]
+    sums = [body for body in bodies if " reduce(" in body]
+    assert sums and not any(" multiply(" in body for body in sums)
 
 
 def test_bfloat16_hidden_still_gives_float32_logits(rng):
