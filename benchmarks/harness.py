@@ -7,7 +7,9 @@ which imports nothing but the standard library.
 """
 
 import argparse
+import csv
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -20,7 +22,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 DATA = Path(os.environ.get("JAX_PPO_DATA", Path(__file__).parents[2] / "shared" / "data"))
 THREADS = 2
 SPLIT_TOLERANCE = 0.1  # by which a step's phases may miss the step's time
@@ -72,6 +75,37 @@ def end_with_this_process(command: list[str]) -> list[str]:
     """Return the command that runs `command` and is killed when this process ends."""
     launcher = str(Path(__file__).with_name("end_with_parent.py"))
     return [sys.executable, launcher, str(os.getpid()), *command]
+
+
+def run_command(
+    command: str, config: str, workdir: Path, options: dict
+) -> list[dict[str, str | float]]:
+    """Run a command of jax_ppo; exit with its output if it fails.
+
+    Returns:
+      The rows of its training_metrics.csv, each with `cpu_seconds`: the processor seconds of all
+      threads from the row before, or from the start of the process, to this one.
+    """
+    words = [f"--config.{name}={value}" for name, value in options.items()]
+    program = [sys.executable, "-m", f"jax_ppo.{command}", f"--config={config}"]
+    words = [*program, f"--workdir={workdir}", *words]
+    file, log, ends = workdir / "training_metrics.csv", workdir.with_suffix(".log"), [0.0]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            end_with_this_process(words), cwd=ROOT, stdout=output, stderr=output
+        )
+        while process.poll() is None:
+            time.sleep(0.05)
+            rows = len(file.read_text().splitlines()) - 1 if file.exists() else 0
+            status = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+            ticks = int(status[11]) + int(status[12])
+            ends += [ticks / os.sysconf("SC_CLK_TCK")] * (rows + 1 - len(ends))
+    if process.returncode:
+        sys.exit(f"{' '.join(words)}\n{log.read_text()[-3000:]}")
+    with file.open() as lines:
+        rows = list(csv.DictReader(lines))
+    seconds = [after - before for before, after in itertools.pairwise(ends)]
+    return [row | {"cpu_seconds": own} for row, own in zip(rows, seconds, strict=True)]
 
 
 class Worker:

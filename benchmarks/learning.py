@@ -11,11 +11,8 @@ method on two cores; writes results/learning.json and results/learning.png. Need
 """
 
 import argparse
-import csv
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,94 +20,57 @@ from pathlib import Path
 import harness
 from matplotlib.figure import Figure
 
-ROOT = Path(__file__).parents[1]
 GROUPS = {"data.train_batch_size": 32, "rollout.n": 4, "actor.ppo_mini_batch_size": 8}
 WITHOUT_CRITIC = {"trainer.critic_warmup": 0}
-METHODS = {
-    "vanilla, gae": {},
-    "importance": {"actor.policy_loss": "importance"},
-    "gspo": {
-        "actor.policy_loss": "gspo",
-        "actor.clip_ratio_low": 3e-4,
-        "actor.clip_ratio_high": 4e-4,
-        "actor.loss_agg_mode": "seq-mean-token-mean",
+KL_IN_REWARD = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.01}
+KL_IN_LOSS = {"actor.use_kl_loss": True, "actor.kl_loss_coef": 0.01}
+BASELINE = {"vanilla, gae": {}}
+FAMILIES = {  # of methods, by what they vary; the baseline belongs to each
+    "policy loss": {
+        "importance": {"actor.policy_loss": "importance"},
+        "gspo": {
+            "actor.policy_loss": "gspo",
+            "actor.clip_ratio_low": 3e-4,
+            "actor.clip_ratio_high": 4e-4,
+            "actor.loss_agg_mode": "seq-mean-token-mean",
+        },
+        "gmpo": {
+            "actor.policy_loss": "gmpo",
+            "actor.clip_ratio": 0.4,
+            "actor.loss_agg_mode": "seq-mean-token-mean",
+        },
+        "cispo": {"actor.policy_loss": "cispo"},
+        "reinforce": {
+            "actor.policy_loss": "reinforce",
+            "actor.ppo_mini_batch_size": 128,
+            "actor.optim.lr": 1e-3,
+        },
     },
-    "gmpo": {
-        "actor.policy_loss": "gmpo",
-        "actor.clip_ratio": 0.4,
-        "actor.loss_agg_mode": "seq-mean-token-mean",
+    "with a critic": {
+        "gae, lambda 1": {"algorithm.lam": 1.0},
+        "gae, critic's lambda 1": {"algorithm.critic_lam": 1.0},
+        "gae, lambda by length": {"algorithm.lam_length_alpha": 0.5, "algorithm.critic_lam": 1.0},
+        "gae, normalised values": {"critic.normalize_values": True},
     },
-    "cispo": {"actor.policy_loss": "cispo"},
-    "reinforce": {
-        "actor.policy_loss": "reinforce",
-        "actor.ppo_mini_batch_size": 128,
-        "actor.optim.lr": 1e-3,
+    "without a critic": {
+        "grpo": WITHOUT_CRITIC | GROUPS | {"algorithm.adv_estimator": "grpo"},
+        "rloo": WITHOUT_CRITIC | GROUPS | {"algorithm.adv_estimator": "rloo"},
+        "reinforce++": WITHOUT_CRITIC | {"algorithm.adv_estimator": "reinforce_plus_plus"},
+        "reinforce++ baseline": WITHOUT_CRITIC
+        | GROUPS
+        | {"algorithm.adv_estimator": "reinforce_plus_plus_baseline"},
     },
-    "gae, lambda 1": {"algorithm.lam": 1.0},
-    "gae, critic's lambda 1": {"algorithm.critic_lam": 1.0},
-    "gae, lambda by length": {"algorithm.lam_length_alpha": 0.5, "algorithm.critic_lam": 1.0},
-    "gae, normalised values": {"critic.normalize_values": True},
-    "grpo": WITHOUT_CRITIC | GROUPS | {"algorithm.adv_estimator": "grpo"},
-    "rloo": WITHOUT_CRITIC | GROUPS | {"algorithm.adv_estimator": "rloo"},
-    "reinforce++": WITHOUT_CRITIC | {"algorithm.adv_estimator": "reinforce_plus_plus"},
-    "reinforce++ baseline": WITHOUT_CRITIC
-    | GROUPS
-    | {"algorithm.adv_estimator": "reinforce_plus_plus_baseline"},
-    "KL in reward": {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.01},
-    "KL in reward, adaptive": {
-        "algorithm.use_kl_in_reward": True,
-        "algorithm.kl_ctrl.kl_coef": 0.01,
-        "algorithm.kl_ctrl.type": "adaptive",
-        "algorithm.kl_ctrl.horizon": 1000,
-    },
-    "KL in loss, k2": {
-        "actor.use_kl_loss": True,
-        "actor.kl_loss_type": "k2",
-        "actor.kl_loss_coef": 0.01,
-    },
-    "KL in loss, k3": {
-        "actor.use_kl_loss": True,
-        "actor.kl_loss_type": "k3",
-        "actor.kl_loss_coef": 0.01,
-    },
-    "KL in loss, full": {
-        "actor.use_kl_loss": True,
-        "actor.kl_loss_type": "full",
-        "actor.kl_loss_coef": 0.01,
-    },
-    "KL in both": {
-        "algorithm.use_kl_in_reward": True,
-        "algorithm.kl_ctrl.kl_coef": 0.01,
-        "actor.use_kl_loss": True,
-        "actor.kl_loss_coef": 0.01,
+    "KL": {
+        "KL in reward": KL_IN_REWARD,
+        "KL in reward, adaptive": KL_IN_REWARD
+        | {"algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.horizon": 1000},
+        "KL in loss, k2": KL_IN_LOSS | {"actor.kl_loss_type": "k2"},
+        "KL in loss, k3": KL_IN_LOSS | {"actor.kl_loss_type": "k3"},
+        "KL in loss, full": KL_IN_LOSS | {"actor.kl_loss_type": "full"},
+        "KL in both": KL_IN_REWARD | KL_IN_LOSS,
     },
 }
-FAMILIES = {
-    "policy loss": (*("vanilla, gae", "importance", "gspo", "gmpo", "cispo", "reinforce"),),
-    "with a critic": (
-        "vanilla, gae",
-        "gae, lambda 1",
-        "gae, critic's lambda 1",
-        "gae, lambda by length",
-        "gae, normalised values",
-    ),
-    "without a critic": (
-        "vanilla, gae",
-        "grpo",
-        "rloo",
-        "reinforce++",
-        "reinforce++ baseline",
-    ),
-    "KL": (
-        "vanilla, gae",
-        "KL in reward",
-        "KL in reward, adaptive",
-        "KL in loss, k2",
-        "KL in loss, k3",
-        "KL in loss, full",
-        "KL in both",
-    ),
-}
+METHODS = BASELINE | {name: x for family in FAMILIES.values() for name, x in family.items()}
 
 
 def main() -> None:
@@ -160,18 +120,16 @@ def run_method(folder: Path, options: dict, steps: int, seed: int) -> tuple[dict
     """Run the command once; return the results from its files and the package versions."""
     workdir = folder / f"run{len(list(folder.iterdir()))}"
     start = time.perf_counter()
-    train(
-        workdir,
-        {
-            "trainer.total_training_steps": steps,
-            "trainer.save_freq": 0,
-            "seed": seed,
-        }
-        | options,
-    )
+    own = {
+        "trainer.total_training_steps": steps,
+        "trainer.save_freq": 0,
+        "trainer.export": False,
+        "trainer.logger": "",
+        "seed": seed,
+    }
+    rows = harness.run_command("train", "arithmetic", workdir, own | options)
     seconds = time.perf_counter() - start
-    with (workdir / "training_metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["reward/mean"]]
+    rows = [row for row in rows if row["reward/mean"]]
     summary = json.loads((workdir / "summary.json").read_text())
     evaluations = summary["evaluations"]
     return {
@@ -183,25 +141,6 @@ def run_method(folder: Path, options: dict, steps: int, seed: int) -> tuple[dict
         "entropy": float(rows[-1]["actor/entropy"]),
         "kl": float(rows[-1]["kl/reference"]),
     }, summary["versions"]
-
-
-def train(workdir: Path, options: dict) -> None:
-    """Run `jax_ppo.train` with these options; exit with its output if it fails."""
-    command = [
-        sys.executable,
-        "-m",
-        "jax_ppo.train",
-        f"--config={ROOT}/configs/arithmetic.py",
-        f"--workdir={workdir}",
-        "--config.trainer.logger=",
-        "--config.trainer.export=False",
-        *(f"--config.{name}={value}" for name, value in options.items()),
-    ]
-    process = subprocess.run(
-        harness.end_with_this_process(command), cwd=ROOT, text=True, capture_output=True
-    )
-    if process.returncode:
-        sys.exit(f"{' '.join(command)}\n{process.stdout[-2000:]}{process.stderr[-2000:]}")
 
 
 def format_run(name: str, run: dict) -> str:
@@ -220,13 +159,13 @@ def draw(runs: dict) -> None:
     for axes, (family, names) in zip(
         figure.subplots(1, len(FAMILIES), sharey=True), FAMILIES.items(), strict=True
     ):
-        for name in (name for name in names if name in runs):
+        for name in (name for name in BASELINE | names if name in runs):
             accuracy = runs[name]["accuracy"]
             axes.plot(
                 range(1, len(accuracy) + 1),
                 accuracy,
                 label=name,
-                color="black" if name == names[0] else None,
+                color="black" if name in BASELINE else None,
             )
         axes.set(title=family, xlabel="step", ylabel="training accuracy")
         axes.grid(alpha=0.3)

@@ -106,6 +106,17 @@ def test_the_search_combines_the_best_size_of_each_setting(harness, monkeypatch,
     assert ppo_step.search_micro_batches("trl", settings, args) == search
 
 
+def test_steps_that_compile_count_as_the_median_of_the_others(harness):
+    import critic_study
+
+    before = {"cpu_seconds": [30.0] + [1.0] * 9, "seconds/compile": [9.0] + [0.0] * 9}
+    figures = {"cpu_seconds": [40.0, 2.0, 8.0, 4.0], "seconds/compile": [9.0, 0.0, 5.0, 0.0]}
+    assert critic_study.processor_seconds(figures, 3) == 3 + 2 + 3
+    assert critic_study.processor_seconds(figures | {"before": before}, 4) == 12 + 10
+    assert critic_study.processor_seconds(figures, None) is None
+    assert critic_study.format_range([4, None, 6]) == "6 (4-inf)"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("benchmark", ["ppo_step", "decode", "time_to_reward"])
 def test_our_side_of_a_benchmark_takes_a_turn(harness, monkeypatch, tmp_path, benchmark):
