@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jax_ppo.kernels.platform import target_platform
 from jax_ppo.models import rope
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.attention import Segments, run_attention, run_attention_over_parts
@@ -87,6 +88,17 @@ def multiply(x: jax.Array, factor: float) -> jax.Array:
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
+def repeat_in_backward(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+    """Apply an elementwise function whose backward pass, on accelerators, computes it again.
+
+    That costs less than to write its intermediate results, which the loop over layers would stack,
+    and to read them. On a CPU they stay.
+    """
+    if target_platform() == "cpu":
+        return function(*arrays)
+    return jax.checkpoint(function, prevent_cse=False)(*arrays)
+
+
 def normalize(x: jax.Array, epsilon: float) -> jax.Array:
     """Return `x` divided by its root mean square over the last axis, in float32."""
     wide = x.astype(jnp.float32)
@@ -114,12 +126,17 @@ class RMSNorm(nn.Module):
         a = self.architecture
         init = nn.initializers.zeros if a.norm_plus_one else nn.initializers.ones
         scale = self.param("scale", init, (x.shape[-1],), jnp.float32).astype(x.dtype)
-        wide = normalize(x, a.norm_epsilon if self.epsilon is None else self.epsilon)
-        if a.norm_plus_one:  # some families round after the multiplication, the others before it
-            return (wide * (1 + scale.astype(jnp.float32))).astype(x.dtype)
-        if a.norm_in_float32:
-            return (wide * scale.astype(jnp.float32)).astype(x.dtype)
-        return scale * wide.astype(x.dtype)
+        epsilon = a.norm_epsilon if self.epsilon is None else self.epsilon
+
+        def scale_normalized(x: jax.Array, scale: jax.Array) -> jax.Array:
+            wide = normalize(x, epsilon)
+            if a.norm_plus_one:  # some families round after the multiplication, others before it
+                return (wide * (1 + scale.astype(jnp.float32))).astype(x.dtype)
+            if a.norm_in_float32:
+                return (wide * scale.astype(jnp.float32)).astype(x.dtype)
+            return scale * wide.astype(x.dtype)
+
+        return repeat_in_backward(scale_normalized, x, scale)
 
 
 class LayerNorm(nn.Module):
@@ -358,7 +375,8 @@ class MLP(DecoderModule):
         a = self.options.architecture
         up = self.project("up_proj", self.width, x, a.mlp_bias)
         if "gate_proj" in a.mlp_projections:
-            hidden = apply_gate(a, self.project("gate_proj", self.width, x, a.mlp_bias), up)
+            gate = self.project("gate_proj", self.width, x, a.mlp_bias)
+            hidden = repeat_in_backward(functools.partial(apply_gate, a), gate, up)
         else:
             hidden = ACTIVATION_FUNCTIONS[a.activation](up)
         out = self.project("down_proj", a.hidden_size, hidden, a.mlp_bias)

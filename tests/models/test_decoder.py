@@ -3,15 +3,18 @@
 import dataclasses
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import tiny
+from jax_ppo.kernels.platform import assume_platform
 from jax_ppo.models import cache as cache_module
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.layers import repeat_in_backward
 from jax_ppo.models.quantization import round_parameters
 from jax_ppo.models.transformer import (
     MAX_UNROLLED_LAYERS,
@@ -304,3 +307,21 @@ def test_each_layer_of_experts_returns_a_loss_and_its_router_has_a_gradient(ids,
 def test_auxiliary_outputs_cost_nothing_where_there_are_none(params, ids):
     assert hidden_states(params, ids).auxiliary == {}
     assert hidden_states(unroll_params(params), ids, model=UNROLLED).auxiliary == {}
+
+
+def test_accelerators_keep_only_what_elementwise_functions_read():
+    """Their backward pass computes the gate's activation again, with the same result."""
+    gate, up = jax.random.normal(jax.random.key(0), (2, 3, 5))
+
+    def run(platform):
+        with assume_platform(platform):
+            activate = functools.partial(repeat_in_backward, lambda x, y: nn.silu(x) * y)
+            out, pull_back = jax.vjp(activate, gate, up)
+        return out, pull_back(jnp.ones_like(out)), jax.tree.leaves(pull_back)
+
+    out, gradients, kept = run("gpu")
+    assert len(kept) == 2 and all(any((x == y).all() for y in (gate, up)) for x in kept)
+    cpu_out, cpu_gradients, cpu_kept = run("cpu")
+    assert len(cpu_kept) > 2
+    np.testing.assert_array_equal(out, cpu_out)
+    np.testing.assert_allclose(gradients, cpu_gradients, rtol=1e-6)
