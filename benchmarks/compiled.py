@@ -234,8 +234,9 @@ def main() -> None:
         print(f"{name}: " + ", ".join(f"{key} {value:g}" for key, value in of_program.items()))
     if ours.output:
         kind = topology.device_type
+        given = [x for x in sorted(others) if "model.path" not in x]
         result = {
-            "command": " ".join(["compiled.py", *sorted(others)]),
+            "options": given,
             "layers": counts.architecture.num_layers,
             "versions": {"jax": jax.__version__, "platform": kind.platform},
             "programs": figures,
