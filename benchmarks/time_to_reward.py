@@ -51,24 +51,21 @@ SAME = TORCH | {
     "actor.ppo_micro_batch_size_per_device": 128,
     "rollout.logprob_micro_batch_size_per_device": 256,
 }
-# Options that apply only to a separate critic model.
-OF_A_CRITIC = ("critic.optim.", "critic.grad_clip", "trainer.critic_warmup")
-BEST = {name: value for name, value in SAME.items() if not name.startswith(OF_A_CRITIC)} | {
-    "critic.shared_trunk": True,
-    "critic.value_loss_coef": 0.1,
-}
 
 
-# The same for torch: the options that its worker reads, but no options of a separate critic.
-TORCH_SHARED_TRUNK = {
-    name: value for name, value in TORCH.items() if not name.startswith(OF_A_CRITIC)
-} | {"critic.shared_trunk": True, "critic.value_loss_coef": 0.1}
+def on_one_trunk(settings: dict) -> dict:
+    """Return the settings with a shared trunk, without the options of a separate critic."""
+    of_a_critic = ("critic.optim.", "critic.grad_clip", "trainer.critic_warmup")
+    kept = {name: value for name, value in settings.items() if not name.startswith(of_a_critic)}
+    return kept | {"critic.shared_trunk": True, "critic.value_loss_coef": 0.1}
+
+
 SIDES = {
     "torch, eager": ("torch_addition.py", TORCH | {"compiled": False}),
     "torch.compile": ("torch_addition.py", TORCH | {"compiled": True}),
     "ours": ("ours_addition.py", SAME),
-    "torch.compile, shared trunk": ("torch_addition.py", TORCH_SHARED_TRUNK | {"compiled": True}),
-    "ours, shared trunk": ("ours_addition.py", BEST),
+    "torch.compile, shared trunk": ("torch_addition.py", on_one_trunk(TORCH) | {"compiled": True}),
+    "ours, shared trunk": ("ours_addition.py", on_one_trunk(SAME)),
 }
 
 
@@ -94,7 +91,7 @@ def summarise(runs: list[dict]) -> dict:
         "seconds_per_step": harness.spread([run["seconds"] / run["steps"] for run in runs]),
         "slowest": harness.spread([_slowest(run["curve"]) for run in runs]),
         "warm_up_seconds": harness.spread([run["warm_up_seconds"] for run in runs]),
-        "accuracy_before": harness.spread([run["accuracy_before"] for run in runs]),
+        "accuracy_before": harness.spread([run["curve"][0][2] for run in runs]),
     }
     if reached:
         summary |= {

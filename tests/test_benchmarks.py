@@ -106,6 +106,30 @@ def test_the_search_combines_the_best_size_of_each_setting(harness, monkeypatch,
     assert ppo_step.search_micro_batches("trl", settings, args) == search
 
 
+def test_a_clock_stands_during_evaluations_and_ends_a_run_at_its_limits(harness, monkeypatch):
+    import addition
+
+    now = [0.0]
+    monkeypatch.setattr(addition.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(harness, "cpu_seconds", lambda: 2 * now[0])
+
+    def passing(seconds, result=None):
+        now[0] += seconds
+        return result
+
+    watch = addition.Clock(target=0.5, max_steps=9, max_cpu_seconds=50, first=2)
+    passing(10)
+    assert not watch.measure(1, pytest.fail)  # before the first evaluation
+    passing(5)
+    assert not watch.measure(2, lambda: passing(100, 0.25))
+    passing(3)
+    assert watch.measure(3, lambda: 0.5)
+    assert watch.figures()["curve"] == [[2, 15.0, 0.25, 30.0], [3, 18.0, 0.5, 36.0]]
+    assert watch.measure(9, lambda: 0.0)
+    passing(7)
+    assert watch.measure(4, lambda: 0.0)  # 50 processor seconds
+
+
 def test_steps_that_compile_count_as_the_median_of_the_others(harness):
     import critic_study
 

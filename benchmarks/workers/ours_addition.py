@@ -1,8 +1,10 @@
-"""Worker of time_to_reward.py: jax_ppo on addition.
+"""Worker of time_to_reward.py and time_to_sums.py: jax_ppo until it has learned to add.
 
 Arguments: configuration options as JSON, by dotted name. Each turn is a run with the next seed,
 from the configuration to the target, using the components of life_cycle.run_life_cycle. Everything
-is compiled before the clock starts, by steps and an evaluation on a state that is discarded.
+is compiled before the clock starts, by steps and an evaluation on a state that is discarded. For
+time_to_sums.py, the arguments have `options` and the `limits` of the clock, and the only turn is a
+run of the configuration smollm2_sums, timed from the reading of the model on.
 """
 
 import itertools
@@ -157,18 +159,32 @@ def reach_target(config: schema.Config) -> dict:
         discarded.accuracy()
         warm_up = time.perf_counter() - start
         training = Training(run)
-        return addition.until_target(training.step, training.wait, training.accuracy) | {
+        clock = addition.Clock(addition.TARGET, addition.MAX_STEPS)
+        return addition.until_target(clock, training.step, training.wait, training.accuracy) | {
             "warm_up_seconds": warm_up
         }
 
 
+def reach_limits(config: schema.Config, limits: dict) -> dict:
+    """Run once, until the clock ends it, and time the loading of the model and compilation too."""
+    clock, mesh = addition.Clock(**limits), meshes.make_mesh(config.mesh)
+    with jax.set_mesh(mesh), tempfile.TemporaryDirectory() as workdir:
+        training = Training(build_run(config, Path(workdir), mesh, console.print_on_main))
+        return addition.until_target(clock, training.step, training.wait, training.accuracy, 1)
+
+
 def main(options: dict) -> None:
+    packages = ("jax", "jaxlib", "flax", "optax", "numpy", "tokenizers")
+    if "limits" in options:
+        config = loading.load_config("smollm2_sums", options["options"])
+        harness.serve(lambda: reach_limits(config, options["limits"]), packages=packages)
+        return
     seeds = itertools.count()
     with tempfile.TemporaryDirectory() as folder:
         write_data(Path(folder))
         harness.serve(
             lambda: reach_target(make_config(Path(folder), options, next(seeds))),
-            packages=("jax", "jaxlib", "flax", "optax", "numpy", "tokenizers"),
+            packages=packages,
         )
 
 

@@ -252,7 +252,8 @@ def reach_target(options: dict, data: dict, seed: int) -> dict:
     training.step()
     warm_up = time.perf_counter() - start
     training.restart(seed)
-    return addition.until_target(training.step, lambda: None, training.accuracy) | {
+    clock = addition.Clock(addition.TARGET, addition.MAX_STEPS)
+    return addition.until_target(clock, training.step, lambda: None, training.accuracy) | {
         "warm_up_seconds": warm_up
     }
 
