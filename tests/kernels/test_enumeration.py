@@ -155,159 +155,6 @@ def test_sequence_weights_make_any_loss_at_its_old_policy_unbiased_under_another
     )
 
 
-@pytest.mark.parametrize("level", ["sequence", "geometric"])
-@pytest.mark.parametrize(
-    ("lower", "upper", "masks"), [(0.6, 1.5, True), (0.0, 1.2, False), (0.8, 1e9, False)]
-)
-def test_bounded_weights_of_responses_ascend_scores_times_what_is_left_of_the_ratio(
-    level, lower, upper, masks
-):
-    ratio = WORLD.probabilities(THETA) / WORLD.probabilities(OLD)
-    base = ratio if level == "sequence" else ratio ** (1 / WORLD.lengths)
-    is_inside = (base >= lower) & (base <= upper)
-    assert {*np.asarray(is_inside)} == {True, False}
-    bounded = jnp.where(is_inside, base, 0) if masks else jnp.clip(base, lower, upper)
-    weights = importance.importance_weights(
-        WORLD.logprobs(THETA),
-        WORLD.logprobs(OLD),
-        MASK,
-        LEVELS[level],
-        upper,
-        lower=lower,
-        masks=masks,
-    )
-    loss = loss_of("vanilla", spread(SCORES), old=THETA)
-    gradient = -WORLD.expected_gradient(THETA, lambda theta: weights * loss(theta), sampler=OLD)
-    same(gradient, return_gradient(THETA, SCORES * bounded / ratio))
-    differs(gradient, return_gradient(THETA))
-
-
-def test_icepop_keeps_the_tokens_whose_ratio_is_inside_its_bounds():
-    """In the states that the sampler visits, and with its continuations."""
-    weights = importance.importance_weights(
-        WORLD.logprobs(THETA),
-        WORLD.logprobs(OLD),
-        MASK,
-        LEVELS["token"],
-        1.5,
-        lower=0.7,
-        masks=True,
-    )
-    ratio = jax.nn.softmax(THETA) / jax.nn.softmax(OLD)
-    kept = jnp.where((ratio >= 0.7) & (ratio <= 1.5), ratio, 0)
-    loss = loss_of("vanilla", spread(SCORES), old=THETA)
-    factor = jax.nn.softmax(OLD) * kept * q_values(WORLD.entries(jnp.zeros(15)), OLD, SCORES)
-    closed = jax.grad(
-        lambda theta: WORLD.visits(OLD) @ jnp.sum(factor * jax.nn.log_softmax(theta), -1)
-    )(THETA)
-    same(-WORLD.expected_gradient(THETA, lambda x: weights * loss(x), sampler=OLD), closed)
-
-
-def test_the_clipped_surrogate_off_policy_is_the_unclipped_one_without_the_clipped_tokens():
-    clip, action_values = Clip(0.2, 0.3, 2.0), q_values(WORLD.entries(jnp.zeros(15)), OLD, SCORES)
-    gradient = WORLD.expected_gradient(
-        THETA, loss_of("vanilla", WORLD.entries(action_values), clip=clip), sampler=OLD
-    )
-    ratio = jnp.exp(jax.nn.log_softmax(THETA) - jax.nn.log_softmax(OLD))
-    kept = jnp.where(action_values > 0, ratio <= 1.3, (ratio >= 0.8) & (ratio <= 2.0))
-    assert (
-        {*np.asarray(kept[action_values > 0])}
-        == {*np.asarray(kept[action_values < 0])}
-        == {True, False}
-    )
-    visits = WORLD.visits(OLD)
-    same(
-        -gradient,
-        jax.grad(lambda theta: visits @ jnp.sum(jax.nn.softmax(theta) * kept * action_values, -1))(
-            THETA
-        ),
-    )
-
-
-def sequence_loss_gradient(objective):
-    """Return the gradient of the objective [N] averaged over the old policy's responses."""
-    weights = WORLD.probabilities(OLD)
-    return jax.grad(lambda theta: weights @ objective(theta))(THETA)
-
-
-def test_gspo_by_its_paper_and_its_bias():
-    def s(theta):
-        return (WORLD.probabilities(theta) / WORLD.probabilities(OLD)) ** (1 / WORLD.lengths)
-
-    weights = spread(1 / WORLD.lengths)  # seq-mean-token-mean
-    for clip in (WIDE, Clip(0.1, 0.2)):
-
-        def surrogate(theta, clip=clip):
-            clipped = jnp.clip(s(theta), 1 - clip.low, 1 + clip.high)
-            return jnp.minimum(s(theta) * SCORES, clipped * SCORES)
-
-        loss = loss_of("gspo", spread(SCORES), clip=clip)
-        gradient = -WORLD.expected_gradient(
-            THETA, lambda theta, loss=loss: weights * loss(theta), sampler=OLD
-        )
-        same(gradient, sequence_loss_gradient(surrogate))
-    # s^length in place of s would have been unbiased.
-    differs(sequence_loss_gradient(lambda theta: s(theta) * SCORES), return_gradient(THETA))
-    same(
-        sequence_loss_gradient(lambda theta: s(theta) ** WORLD.lengths * SCORES),
-        return_gradient(THETA),
-    )
-
-
-def test_gmpo_by_its_paper():
-    sign = np.sign(SCORES)[:, None]
-
-    def geometric_mean(theta, low, high):
-        ratio = jnp.where(
-            MASK == 1,
-            jnp.exp(WORLD.entries(jax.nn.log_softmax(theta) - jax.nn.log_softmax(OLD))),
-            1,
-        )
-        cut = (
-            jnp.minimum(ratio**sign, jnp.clip(ratio, jnp.exp(-low), jnp.exp(high)) ** sign) ** sign
-        )
-        return jnp.prod(cut, axis=1) ** (1 / WORLD.lengths)
-
-    for low, high in ((30.0, 30.0), (0.2, 0.4)):
-        loss = loss_of("gmpo", spread(SCORES), clip=Clip(low, high))
-        weighted = lambda theta, loss=loss: spread(1 / WORLD.lengths) * loss(theta)  # noqa: E731
-        objective = lambda theta, low=low, high=high: geometric_mean(theta, low, high) * SCORES  # noqa: E731
-        same(
-            -WORLD.expected_gradient(THETA, weighted, sampler=OLD),
-            sequence_loss_gradient(objective),
-        )
-
-
-def test_cispo_keeps_every_token_with_a_weight_that_is_cut():
-    visits, action_values = WORLD.visits(OLD), q_values(WORLD.entries(jnp.zeros(15)), OLD, SCORES)
-    ratio = jnp.exp(jax.nn.log_softmax(THETA) - jax.nn.log_softmax(OLD))
-    for clip, weight in ((WIDE, ratio), (Clip(0.2, 0.3), jnp.clip(ratio, 0.8, 1.3))):
-        factor = jax.nn.softmax(OLD) * weight * action_values
-        closed = jax.grad(
-            lambda theta, factor=factor: visits @ jnp.sum(factor * jax.nn.log_softmax(theta), -1)
-        )(THETA)
-        same(
-            -WORLD.expected_gradient(
-                THETA, loss_of("cispo", spread(SCORES), clip=clip), sampler=OLD
-            ),
-            closed,
-        )
-    unclipped = WORLD.expected_gradient(THETA, loss_of("importance", spread(SCORES)), sampler=OLD)
-    same(WORLD.expected_gradient(THETA, loss_of("cispo", spread(SCORES)), sampler=OLD), unclipped)
-
-
-def test_reinforce_off_policy_clones_the_sampler_where_all_scores_are_equal():
-    def kl_from_old(theta):
-        return WORLD.expect(
-            OLD, jnp.log(WORLD.probabilities(OLD)) - jnp.log(WORLD.probabilities(theta))
-        )
-
-    same(
-        WORLD.expected_gradient(THETA, loss_of("reinforce", spread(np.ones(31))), sampler=OLD),
-        jax.grad(kl_from_old)(THETA),
-    )
-
-
 # Aggregation
 
 
@@ -341,18 +188,14 @@ def test_what_each_aggregation_ascends(mode):
 # KL
 
 
-def test_k1_in_the_reward_is_the_gradient_of_the_kl_of_responses():
-    same(kl_in_reward("k1"), jax.grad(response_kl)(THETA))
-
-
-def kl_in_reward(kind, gamma=1.0, theta=THETA):
+def kl_in_reward(kind):
     """The score-function gradient of the estimator's sum.
 
     Each token bears its own cost and all that follow.
     """
-    cost = kl.kl_estimate(WORLD.logprobs(theta), WORLD.logprobs(REF), MASK, KL[kind])
-    to_go = jax.vmap(lambda c, m: advantages.reward_to_go(c, m, gamma))(cost, MASK)
-    return -WORLD.expected_gradient(theta, loss_of("vanilla", to_go, old=theta))
+    cost = kl.kl_estimate(WORLD.logprobs(THETA), WORLD.logprobs(REF), MASK, KL[kind])
+    to_go = jax.vmap(lambda c, m: advantages.reward_to_go(c, m, 1.0))(cost, MASK)
+    return -WORLD.expected_gradient(THETA, loss_of("vanilla", to_go, old=THETA))
 
 
 def kl_in_loss(kind):
@@ -413,18 +256,6 @@ def test_kl_in_the_reward(kind):
         assert abs(estimate / response_kl(THETA) - 1) > 0.01
     through_value = kl_in_loss("k3" if kind == "k3+" else kind)
     same(kl_in_reward(kind), jax.grad(expectation)(THETA) - through_value)
-
-
-def test_near_the_reference_k2_and_k3_in_the_reward_hardly_push():
-    near = REF + 0.01 * THETA
-    whole = np.abs(kl_in_reward("k1", theta=near)).max()
-    for kind in ("k2", "k3", "k3+"):
-        assert np.abs(kl_in_reward(kind, theta=near)).max() < 0.02 * whole
-
-
-def test_k1_in_the_reward_of_its_own_token_alone_pushes_as_k2_in_the_loss():
-    same(kl_in_reward("k1", gamma=0.0), kl_in_loss("k2"))
-    same(kl_in_loss("k3+"), kl_in_loss("k2"))
 
 
 # Critic
@@ -546,34 +377,6 @@ def test_the_critic_of_turns_learns_the_values_of_their_first_states_alone():
         same(jax.grad(expected_loss)(exact + WRONG, returns, STARTS), at_starts)
 
 
-def test_steps_of_tokens_prefer_the_choice_that_a_short_turn_follows():
-    """The better of two first turns leads to a turn of 30 tokens, the other to one of 1 token.
-
-    Of the 1 and 0.6 that they earn, a critic that knows nothing yet leaves lam^n, where n counts
-    the tokens or the turns up to the reward. Only the first token is a choice, so the expected
-    gradient of its log-odds is p (1 - p) times the difference of the advantages.
-    """
-    T, lam = 32, 0.9
-    earned, last = np.array([1.0, 0.6]), np.array([31, 2])  # after a token of an observation
-    columns = np.arange(T)
-    mask = (columns <= last[:, None]) & (columns != 1)
-    starts = np.isin(columns, (0, 2)) & mask
-    rewards = np.where(columns == last[:, None], earned[:, None], 0.0)
-    values = np.where(mask, 0.0, np.nan)  # nothing is read on the observation
-
-    def preference(estimator, *options):
-        kernel = jax.vmap(lambda *arrays: estimator(*arrays, *options)[0])
-        better, worse = kernel(rewards, values, mask, starts)[:, 0]
-        return better - worse
-
-    def token_gae(r, v, m, starts):
-        return advantages.gae(r, v, m, 1.0, lam)
-
-    np.testing.assert_allclose(preference(token_gae), lam**30 - lam * 0.6)  # the wrong way
-    np.testing.assert_allclose(preference(advantages.turn_gae, 1.0, lam), lam * 0.4)
-    np.testing.assert_allclose(preference(advantages.bi_level_gae, 1.0, lam, 1.0, lam), lam * 0.4)
-
-
 # Group baselines
 
 SMALL_THETA = rng.normal(0, 0.7, SMALL.shape)
@@ -606,14 +409,3 @@ def test_group_baselines(n):
         group_gradient(lambda scores: advantages.group_mean_baseline(scores, n), n),
         truth * (n - 1) / n,
     )
-
-
-def test_grpo_by_std_of_two_counts_who_wins_and_not_by_how_much():
-    """The deviation of two scores is their distance / sqrt(2): A = +-1 / sqrt(2) up to 1e-6."""
-    distance = SMALL_SCORES[:, None] - SMALL_SCORES
-    advantage = distance / 2 / (np.abs(distance) / np.sqrt(2) + 1e-6)
-    np.testing.assert_allclose(advantage, np.sign(distance) * 0.5**0.5, rtol=1e-4)
-    wins = advantage @ SMALL.probabilities(SMALL_THETA)
-    gradient = group_gradient(lambda scores: advantages.grpo(scores, 2, by_std=True), 2)
-    same(gradient, jax.grad(lambda theta: SMALL.expect(theta, wins))(SMALL_THETA))
-    differs(gradient, jax.grad(lambda theta: SMALL.expect(theta, SMALL_SCORES))(SMALL_THETA) / 2)

@@ -15,14 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from jax_ppo.kernels import advantages, importance, kl, logprobs, losses, vocabulary_kl
-from jax_ppo.kernels import masked_statistics as masked
+from jax_ppo.kernels import advantages, kl, logprobs, losses, vocabulary_kl
 from jax_ppo.kernels.losses import Clip, padded_batch
 from jax_ppo.kernels.vocabulary_chunks import LogitOptions
-from jax_ppo.registries import AGGREGATIONS, IMPORTANCE_WEIGHTS, POLICY_LOSSES
+from jax_ppo.registries import POLICY_LOSSES
 from jax_ppo.training import packing
-from jax_ppo.types import Sequences
-from kernels_by_name import KL, LEVELS
+from kernels_by_name import KL
 from padded_loss import padded_loss
 
 B, T = 3, 6
@@ -74,7 +72,6 @@ def gradient_and_result(kernel, *argnums):
     return compiled(jax.grad(total, argnums, has_aux=True))
 
 
-whiten = compiled(masked.whiten, static_argnums=2)
 gae = compiled(jax.vmap(advantages.gae, (0, 0, 0, None, None, None)))
 reward_to_go = compiled(jax.vmap(advantages.reward_to_go, (0, 0, None)))
 rloo, group_mean_baseline = (
@@ -83,27 +80,7 @@ rloo, group_mean_baseline = (
 grpo = compiled(advantages.grpo, static_argnums=(1, 2))
 
 
-@functools.partial(compiled, static_argnums=1)
-def loss_weights(lengths, mode, scale):
-    return losses.loss_weights(lengths, AGGREGATIONS[mode].function, scale)
-
-
 value_loss = gradient_and_result(losses.value_loss, 0)
-importance_weights = compiled(importance.importance_weights, static_argnums=3)
-mismatch = compiled(importance.mismatch)
-
-
-@quick
-@given(masks, tokens(eighths), st.booleans())
-def test_whitening(mask, x, shift):
-    result = whiten(*poisoned(mask, x), mask, shift)
-    kept = x[mask == 1].astype(np.float64)
-    mean = kept.mean() if kept.size else 0
-    expected = (kept - mean) / np.sqrt((kept.var() if kept.size else 0) + 1e-8) + (
-        0 if shift else mean
-    )
-    np.testing.assert_allclose(result[mask == 1], expected, rtol=1e-4, atol=1e-4)
-    assert not result[mask == 0].any()
 
 
 @quick
@@ -132,46 +109,6 @@ def test_gae(mask, rewards, values, gamma, lam, bootstrap):
     np.testing.assert_allclose(
         to_go, gae(*poisoned(mask, rewards, 0 * values), mask, gamma, 1.0, 0.0)[0], rtol=1e-6
     )
-
-
-@quick
-@given(arrays(np.float32, 6, elements=eighths), st.sampled_from([2, 3, 6]), eighths)
-def test_group_baselines(scores, n, shift):
-    others = [np.delete(scores, b)[b // n * n : b // n * n + n - 1].mean() for b in range(6)]
-    np.testing.assert_allclose(rloo(scores, n), scores - others, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(
-        group_mean_baseline(scores, n), (scores - others) * (n - 1) / n, rtol=1e-4, atol=1e-4
-    )
-    for by_std in (True, False):
-        result = np.asarray(grpo(scores, n, by_std))
-        np.testing.assert_allclose(result.reshape(-1, n).sum(1), 0, atol=1e-3)
-        np.testing.assert_allclose(
-            grpo((scores + shift).astype(np.float32), n, by_std), result, rtol=1e-3, atol=1e-3
-        )
-        assert (
-            not by_std or np.abs(result).max() <= (n - 1) / math.sqrt(n) + 1e-3
-        )  # the most that one of n can stand out
-
-
-@quick
-@given(
-    arrays(np.int32, 8, elements=st.integers(0, 9)),
-    arrays(np.int32, 8, elements=st.integers(0, 3)),
-    st.sampled_from(tuple(AGGREGATIONS)),
-)
-def test_loss_weights_over_any_cut_into_micro_batches(lengths, micro_batch, mode):
-    weights = np.asarray(loss_weights(lengths, mode, 5.0), np.float64)
-    share = weights * (
-        lengths
-        if mode.endswith("token-mean")
-        else (lengths > 0) * (5 if mode.endswith("norm") else 1)
-    )
-    np.testing.assert_allclose(
-        sum(share[micro_batch == m].sum() for m in range(4)), float(lengths.any()), rtol=1e-5
-    )
-    assert (weights >= 0).all() and not weights[lengths == 0].any()
-    absent = np.asarray(loss_weights(np.concatenate([lengths, np.zeros(8, np.int32)]), mode, 5.0))
-    np.testing.assert_array_equal(absent, np.concatenate([weights, np.zeros(8)]))
 
 
 def policy_kernel(name):
@@ -246,34 +183,6 @@ def test_kl_estimates(kind, mask, now, reference):
     assert kind == "k1" or (result >= 0).all()
     (gradient,), result = KL_KERNELS[kind](*poisoned(mask, now, now), mask)
     assert not result.any() and (kind in ("k1", "abs") or not gradient.any())
-
-
-@quick
-@given(
-    masks,
-    tokens(log_probabilities),
-    tokens(log_probabilities),
-    st.sampled_from(tuple(IMPORTANCE_WEIGHTS)),
-    st.floats(1, 100),
-)
-def test_importance_weights_and_mismatch(mask, now, sampled, level, threshold):
-    arguments = (*poisoned(mask, now, sampled), mask)
-    weights = importance_weights(*arguments, LEVELS[level], threshold)
-    assert (
-        (weights >= 0).all()
-        and (weights <= np.float32(threshold)).all()
-        and not weights[mask == 0].any()
-    )
-    figures = mismatch(*arguments)
-    assert all(np.isfinite(figure) for figure in figures.values())
-    assert (
-        0
-        <= figures["prob_difference_mean"]
-        <= figures["prob_difference_max"] * (1 + 1e-6)
-        <= 1 + 1e-6
-    )
-    assert figures["exp_abs_log_ratio_mean"] >= 1 - 1e-6 or not mask.any()
-    assert -1 <= figures["prob_correlation"] <= 1
 
 
 G, N, D, V = 2, 5, 3, 7
@@ -361,43 +270,3 @@ def test_a_packing_puts_every_token_in_one_place(data, row_length, rows_per_micr
     if packed:  # no two rows could have been one
         filled = sorted(lengths[row].sum() for row in rows)
         assert len(filled) < 2 or filled[0] + filled[1] > row_length
-
-
-@jax.jit
-def there_and_back(sequences, packed_rows, values):
-    rows = packing.gather_rows(sequences, packed_rows)
-    empty = jnp.full(values.shape, -1.0)
-    return (
-        packing.to_samples(packing.to_rows(values, rows), rows, empty),
-        packing.to_samples(rows.targets.astype(jnp.float32), rows, empty),
-    )
-
-
-@quick
-@given(
-    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), min_size=5, max_size=5), st.booleans()
-)
-def test_what_is_gathered_into_rows_is_scattered_back(lengths, packed):
-    """Each token is the target of one position, and a value is the same after a round trip.
-
-    This holds wherever responses end.
-    """
-    prompts, responses = np.array(lengths, np.int32).T
-    drawn = np.random.default_rng(0).integers(1, 99, (5, 7)).astype(np.int32)
-    inside = np.arange(4) < responses[:, None]
-    sequences = Sequences(
-        tokens=drawn,
-        prompt_lengths=prompts,
-        lengths=responses,
-        truncated=np.zeros(5, bool),
-        action_mask=inside,
-    )
-    packed_rows, _ = packing.pack_samples(prompts + responses, [range(5)], 5, 7, packed)
-
-    values = np.arange(20, dtype=np.float32).reshape(5, 4)
-    back, targets = there_and_back(sequences, jax.tree.map(lambda x: x[0, 0], packed_rows), values)
-    np.testing.assert_array_equal(back, np.where(inside, values, -1))
-    for b in range(5):
-        np.testing.assert_array_equal(
-            targets[b, : responses[b]], drawn[b, prompts[b] : prompts[b] + responses[b]]
-        )
