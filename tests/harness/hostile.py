@@ -17,17 +17,16 @@ The inputs follow from `--seed` alone. A failure prints the kind and the number 
 import argparse
 import collections
 import contextlib
+import functools
 import io
 import json
 import math
 import multiprocessing
 import os
 import random
-import re
-import shlex
+import shutil
 import signal
 import struct
-import subprocess
 import sys
 import tempfile
 import time
@@ -157,169 +156,12 @@ def str_of(number: float) -> str:
     return str(number)
 
 
-SHELL_TEXTS = (
-    *("$HOME", "${HOME}/x y", '$x"; touch pwned; "', "`touch pwned`", "$(touch pwned)$HOME", "$"),
-    *("a, b", "it's", '"', "\\", "#x", "*", "--x", "[a,b]", "('a','b')", "-1", "1e3"),
-)
+@functools.cache
+def llama_folder() -> Path:
+    """Return the folder of a tiny model with its tokenizer, written once per process."""
+    from llama_folder import write_arithmetic_llama
 
-
-def peer_options(r: random.Random, folder: Path) -> None:
-    """Options of other frameworks, given to our command or in a command to translate."""
-    from jax_ppo.config.schema import all_options
-    from jax_ppo.config.suggestions import FRAMEWORKS, read_framework
-
-    framework = r.choice(FRAMEWORKS)
-    options = read_framework(framework).options
-    answers = {name: x for name, x in options.items() if not name.endswith("*")}
-    name = r.choice(list(answers))
-    answer = answers[name]
-    value = r.choice((*TEXTS, *SHELL_TEXTS, *map(str_of, NUMBERS)))
-    if r.random() < 0.3:
-        # No option of any framework has these letters.
-        name, answer = f"{name[:1]}qq{name[1:]}", ""
-    if read_framework(framework).programs and r.random() < 0.7:
-        translate_peer_option(r, framework, name, value, answer, folder)
-    elif name not in {option.name for option in all_options()}:
-        refuse_peer_option(r, name, value, answer)
-
-
-def refuse_peer_option(r: random.Random, name: str, value: str, answer: str) -> None:
-    """Expect a refusal that names the option and its counterparts."""
-    from jax_ppo.config.command_line import read_command_line
-
-    argument = f"{r.choice(('--config.', '--', ''))}{name}={value}"
-    try:
-        with naming(name):
-            read_command_line(["train", "--config=arithmetic", argument])
-    except Refused as refused:
-        if any(option not in str(refused) for option in re.findall(r"config\.[\w.]+\w", answer)):
-            raise Wrong(f"{argument!r:.100} has counterparts in {answer!r}: {refused}") from None
-        raise
-    raise Wrong(f"{argument!r:.100} was accepted")
-
-
-def translate_peer_option(
-    r: random.Random, framework: str, name: str, value: str, answer: str, folder: Path
-) -> None:
-    """Expect the value in our option, or a note, and a command that a shell passes on unchanged."""
-    from jax_ppo.config.command_line import read_command_line
-    from jax_ppo.config.schema import all_options
-    from jax_ppo.errors import UserError
-    from jax_ppo.migrating.peer_commands import EXAMPLES
-    from jax_ppo.migrating.translation import translate
-
-    written = name.replace("_", "-") if r.random() < 0.2 else name
-    flag = f"{written}=" if framework == "verl" else f"--{written}{r.choice((' ', '='))}"
-    if value.startswith("--"):
-        flag = f"{flag[:-1]}="
-    program = re.sub(r"(\.py|_ppo|_ray) .*", r"\1", EXAMPLES[framework])
-    translated = translate(framework, f"{program} {flag}{shlex.quote(value)}")
-    unset = translate(framework, program).options
-    lines = translated.notes + translated.remarks
-    for line in lines:
-        one_line(line)
-    changed = {name: x for name, x in translated.options.items() if unset.get(name) != x}
-    targets = re.findall(r"config\.([\w.]*\w)", answer)
-    is_noted = any(option in line for line in lines for option in (name, *targets))
-    if not answer and (changed or not is_noted):
-        raise Wrong(f"{name} is no option, but translated to {changed}, {lines}")
-    if not (changed or is_noted or value.lower() in ("none", "null", "")):
-        if not any(target in translated.options for target in targets):
-            raise Wrong(f"{name}={value!r:.100} was lost")
-    option = {option.name: option for option in all_options()}.get(targets[0] if targets else "")
-    if option and len(targets) == 1 and option.name in changed and "=" not in answer:
-        ours, expected = changed[option.name], value
-        is_in_brackets = value[:1] + value[-1:] in ("[]", "()")
-        if option.facts.is_list or is_in_brackets:
-            items = value[1:-1] if is_in_brackets else value
-            expected = ",".join(item.strip(" '\"") for item in items.split(","))
-        is_number = option.value_type in (int, float) and "$" not in value
-        if option.value_type is bool:
-            ours, expected = ours.lower(), expected.lower()
-        elif option.name == "reward.function" and "_function" in name:
-            ours = ours.removesuffix(":compute_score")
-        is_same = ours == expected or (is_number and float(ours) == float(expected))
-        if not is_same:
-            raise Wrong(f"{name}={value!r:.100} became {option.name}={ours!r:.100}")
-    # A shell without variables passes our options on, and runs nothing else.
-    base = translated.program.base
-    script = translated.command().replace("python -m jax_ppo.train", "printf '%s\\0'", 1)
-    shell = ["/bin/sh", "-c", script.encode(errors="surrogatepass")]
-    output = subprocess.run(shell, cwd=folder, env={}, capture_output=True, check=True).stdout
-    arguments = output.decode(errors="surrogatepass").split("\0")[:-1]
-    expected_arguments = [f"--config={base}"]
-    for ours, text in {**translated.options, **translated.defaults}.items():
-        if ours in translated.unchanged:
-            continue
-        text = re.sub(r"\$(\w+|\{\w+\})", "", text)
-        expected_arguments.append(f"--config.{ours}={text}")
-    if arguments != expected_arguments or list(folder.iterdir()):
-        raise Wrong(f"the shell made {arguments!r:.200} of {expected_arguments!r:.200}")
-    if any("$" in text for text in translated.options.values()):
-        return
-    try:
-        read_command_line(["train", *arguments])
-    except UserError as error:
-        if not any(str(error) in note for note in translated.notes):
-            raise Wrong(f"the translated command is refused: {error}") from None
-    if translated.notes:
-        raise Refused(translated.notes[0])
-
-
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "hidden_act": "silu",
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "tie_word_embeddings": True,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "torch_dtype": "float32",
-}
-
-
-def write_safetensors(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> bytes:
-    """Write a file of zeros; return its header."""
-    header: dict[str, Any] = {}
-    end = 0
-    for name, (dtype, shape) in tensors.items():
-        size = 4 * math.prod(shape)
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
-        end += size
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(end))
-    return text
-
-
-def llama_tensors() -> dict[str, tuple[str, list[int]]]:
-    tensors = {"model.embed_tokens.weight": ("F32", [64, 16]), "model.norm.weight": ("F32", [16])}
-    for layer in range(2):
-        prefix = f"model.layers.{layer}"
-        for name, shape in (
-            ("self_attn.q_proj", [16, 16]),
-            ("self_attn.k_proj", [8, 16]),
-            ("self_attn.v_proj", [8, 16]),
-            ("self_attn.o_proj", [16, 16]),
-            ("mlp.gate_proj", [32, 16]),
-            ("mlp.up_proj", [32, 16]),
-            ("mlp.down_proj", [16, 32]),
-            ("input_layernorm", [16]),
-            ("post_attention_layernorm", [16]),
-        ):
-            tensors[f"{prefix}.{name}.weight"] = ("F32", shape)
-    return tensors
+    return write_arithmetic_llama(Path(tempfile.mkdtemp(prefix="hostile_llama_")))
 
 
 def load_llama(folder: Path) -> None:
@@ -344,10 +186,10 @@ def load_llama(folder: Path) -> None:
 
 def safetensors_header(r: random.Random, folder: Path) -> None:
     """The header of a weights file, or its bytes."""
-    (folder / "config.json").write_text(json.dumps(LLAMA))
-    path = folder / "model.safetensors"
-    text = write_safetensors(path, llama_tensors())
-    body = path.read_bytes()[8 + len(text) :]
+    shutil.copy(llama_folder() / "config.json", folder)
+    path = Path(shutil.copy(llama_folder() / "model.safetensors", folder))
+    end = 8 + struct.unpack("<Q", path.read_bytes()[:8])[0]
+    text, body = path.read_bytes()[8:end], path.read_bytes()[end:]
     if r.random() < 0.3:
         path.write_bytes(any_bytes(r, path.read_bytes()))
     else:
@@ -371,9 +213,10 @@ def safetensors_header(r: random.Random, folder: Path) -> None:
 def chat_templates(r: random.Random, folder: Path) -> None:
     """A tokenizer's chat template."""
     from jax_ppo.data.tokenize_prompts import PromptEncoding, tokenize_prompts
+    from jax_ppo.data.tokenizer import load_tokenizer
     from jax_ppo.types import Example
 
-    tokenizer = tiny_tokenizer()
+    tokenizer = load_tokenizer(str(llama_folder()))
     pieces = (
         *(
             "{{ messages[0]['content'] }}",
@@ -392,27 +235,12 @@ def chat_templates(r: random.Random, folder: Path) -> None:
         tokenize_prompts([example] * 2, tokenizer, PromptEncoding(max_prompt_length=64))
 
 
-_TOKENIZERS: list[tuple[Path, Any]] = []
-
-
-def tiny_tokenizer() -> Any:
-    """Return a small tokenizer, trained once per process."""
-    if not _TOKENIZERS:
-        from trained_tokenizer import train_tokenizer
-
-        folder = Path(tempfile.mkdtemp(prefix="hostile_tokenizer_"))
-        texts = [f"Question: {a}+{b}? Answer: {a + b}" for a in range(20) for b in range(9)]
-        _TOKENIZERS.append((folder, train_tokenizer(texts, 300, folder)))
-    return _TOKENIZERS[0][1]
-
-
 def tokenizer_files(r: random.Random, folder: Path) -> None:
     """The files of a tokenizer."""
     from jax_ppo.data.tokenizer import load_tokenizer
 
-    tiny_tokenizer()
-    for file in _TOKENIZERS[0][0].iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    for file in llama_folder().glob("*token*"):
+        shutil.copy(file, folder)
     name = r.choice(sorted(file.name for file in folder.iterdir()))
     path = folder / name
     if r.random() < 0.4:
@@ -429,7 +257,6 @@ def tokenizer_files(r: random.Random, folder: Path) -> None:
 
 KINDS: dict[str, Callable[[random.Random, Path], None]] = {
     "option values": option_values,
-    "peers' options": peer_options,
     "safetensors": safetensors_header,
     "chat templates": chat_templates,
     "tokenizer files": tokenizer_files,
