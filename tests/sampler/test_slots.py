@@ -197,16 +197,6 @@ def test_slot_steps_on_verls_lengths_are_near_an_oracles(
     assert 256 * 512 > 1.6 * oracle  # the cost of a static batch
 
 
-@pytest.mark.slow
-def test_slot_steps_of_samples_that_start_at_once(
-    uniform: tuple[Transformer, dict[str, Any]],
-) -> None:
-    lengths, slot_steps = verl_rollout(uniform, 64)
-    # No response is waiting for the idle slots, so the loop narrows.
-    assert slot_steps <= 1.25 * lengths.sum()
-    assert 64 * 512 > 1.5 * lengths.sum()
-
-
 # Compiled programs
 
 
