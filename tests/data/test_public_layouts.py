@@ -29,13 +29,6 @@ PREFERENCES = {
         "score_chosen": 8.0,
     },
     "trl-lib/ultrafeedback_binarized": {"chosen": CHAT, "rejected": WORSE, "score_chosen": 8.0},
-    "mlabonne/orpo-dpo-mix-40k": {
-        "source": "s",
-        "chosen": CHAT,
-        "rejected": WORSE,
-        "prompt": Q,
-        "question": Q,
-    },
     "argilla/distilabel-intel-orca-dpo-pairs": {
         "system": "",
         "input": Q,
@@ -110,14 +103,6 @@ ANSWERS = {
         "source": "s",
         "skip_prompt_formatting": None,
         "idx": None,
-    },
-    "Magpie-Align/Magpie-Pro-300K": {
-        "uuid": "u",
-        "model": "m",
-        "instruction": Q,
-        "response": "Four.",
-        "conversations": SHARE,
-        "min_neighbor_distance": 0.1,
     },
     "trl-lib/kto-mix-14k": {"prompt": ASK, "completion": CHAT[1:], "label": True},
     "lmsys/chat with other roles": {
@@ -246,10 +231,6 @@ LAYOUTS = {
         },
         ([{"role": "user", "content": f"{Q}\n\nCats have four."}], None, None, "", ""),
     ),
-    "hiyouga/geometry3k": (
-        {"images": [{"bytes": b"x", "path": None}], "problem": "<image>x?", "answer": "3"},
-        ("?not supported", None, None, "", ""),
-    ),
     "simplescaling/s1K": (
         {
             "solution": "4",
@@ -264,16 +245,6 @@ LAYOUTS = {
     "PKU-Alignment/PKU-SafeRLHF": (
         {"prompt": Q, "response_0": "Four.", "response_1": "Five.", "better_response_id": 0},
         (Q, None, None, "", ""),
-    ),
-    "openai/openai_humaneval": (
-        {
-            "task_id": "t",
-            "prompt": "def f():",
-            "canonical_solution": " return",
-            "test": "t",
-            "entry_point": "f",
-        },
-        ("def f():", None, None, "", ""),
     ),
     "PeterJinGo/nq_hotpotqa_train": (
         {
@@ -296,29 +267,9 @@ LAYOUTS = {
         {"query": Q, "answer": "Four.", "resource": "r", "lang": "en"},
         (ASK, "Four.", None, "Four.", ""),
     ),
-    "HuggingFaceH4/Multilingual-Thinking": (
-        {"user": Q, "final": "Four.", "messages": [*ASK, CHAT[1] | {"thinking": "A cat."}]},
-        (ASK, "?thinking of the last message of messages is not learned", None, "", ""),
-    ),
-    "Skywork/Skywork-OR1-RL-Data": (
-        {**VERL, "data_source": "numina", "reward_model": {"ground_truth": '["4"]', "style": "r"}},
-        (ASK, None, None, '["4"]', "numina"),
-    ),
     "PRIME-RL/Eurus-2-RL-Data": (
         {**VERL, "prompt": [BE, *ASK], "data_source": "numina_olympiads", "ability": "math"},
         ([BE, *ASK], None, None, "4", "numina_olympiads"),
-    ),
-    "ceval/ceval-exam": (
-        {"id": 0, "question": Q, "A": "1", "B": "2", "C": "3", "D": "4", "answer": "D"},
-        ("?the column A would be missing", None, None, "", ""),
-    ),
-    "google/boolq": (
-        {"question": Q, "passage": "Cats have four.", "answer": True},
-        ("?the column passage would be missing", None, None, "", ""),
-    ),
-    "ChilleD/SVAMP": (
-        {"Body": "A cat.", "Question": Q, "Equation": "4", "Answer": "4", "Type": "t"},
-        ("?the column Body would be missing", None, None, "", ""),
     ),
     "Toucan": (
         {"messages": json.dumps([*ASK, CALL]), "tools": '[{"name": "count"}]'},

@@ -285,15 +285,6 @@ def test_whole_chats_beside_their_prompt_as_text_are_a_pair():
             parse_row(row | {"prompt": "Name a number."}, "here", columns)
 
 
-@pytest.mark.parametrize("name", ["question", "instruction", "problem"])
-def test_two_texts_with_a_question_are_a_pair(name):
-    """Regression: they were read as transcripts of HH-RLHF."""
-    row = {name: "A color?", "system": "Be brief.", "chosen": "Blue", "rejected": "Cat"}
-    example = parse_row(row, "here")
-    assert example.prompt == (SYSTEM, user("A color?"))
-    assert (example.response, example.rejected) == ("Blue", "Cat")
-
-
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
