@@ -386,16 +386,12 @@ def test_files_that_are_cut_short_or_missing(tmp_path):
             f"model_type 'lama' is not supported, only {', '.join(FAMILIES)} and multimodal "
             "models of these are; the nearest is llama",
         ),
-        ({"model_type": "gpt_bigcode"}, "model_type 'gpt_bigcode' is not supported"),
         ({"hidden_size": None}, "hidden_size must be a whole number; it is None"),
-        ({"max_position_embeddings": None}, "max_position_embeddings must be a whole number"),
         ({"hidden_size": True}, "hidden_size must be a whole number; it is True"),
-        ({"hidden_size": 32.0}, "hidden_size must be a whole number; it is 32.0"),
         (
             {"num_hidden_layers": 10**8},
             "num_hidden_layers must be a whole number from 1 to 10000; it is 100000000",
         ),
-        ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number from 1 to 10000"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3 must divide num_attention_heads=4"),
         ({"num_attention_heads": 5}, "num_attention_heads=5 must divide hidden_size=32"),
         ({"head_dim": 7}, "head_dim 7 is not supported, only even numbers are"),
@@ -404,9 +400,7 @@ def test_files_that_are_cut_short_or_missing(tmp_path):
             "tie_word_embeddings must be true or false; it is 'false'",
         ),
         ({"is_causal": False}, "is_causal False is not supported, only True is"),
-        ({"is_causal": 1}, "is_causal 1 is not supported, only True is"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a finite number; it is '1e-6'"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number; it is nan"),
         ({"eos_token_id": [2, "3"]}, "eos_token_id must be a token id or a list of them"),
         ({"pad_token_id": 97}, "pad_token_id must be a whole number from -1 to 96; it is 97"),
         (
@@ -446,24 +440,12 @@ def test_files_that_are_cut_short_or_missing(tmp_path):
             "rope_scaling.short_factor must be a list of 4 numbers; it is [1.0]",
         ),
         (
-            {
-                "model_type": "gemma3_text",
-                "rope_parameters": {"full_attention": {"rope_type": "default"}},
-                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-            },
-            "rope_scaling and rope_parameters differ",
-        ),
-        (
             {"hidden_act": "relu"},
             "hidden_act 'relu' is not supported, only 'silu', 'gelu_pytorch_tanh', 'gelu' are",
         ),
         (
             {"use_sliding_window": True},
             "use_sliding_window is not supported with model_type 'llama'",
-        ),
-        (
-            {"model_type": "mistral", "sliding_window": "wide"},
-            "sliding_window must be a whole number; it is 'wide'",
         ),
         (
             {"model_type": "mistral", "layer_types": ["full_attention"] * 2},
@@ -482,15 +464,6 @@ def test_files_that_are_cut_short_or_missing(tmp_path):
             "sliding_window must be a whole number; it is None",
         ),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
-        ({"model_type": "gemma3"}, "model_type 'gemma3' is not supported"),
-        (
-            {"model_type": "gemma2", "hidden_activation": "relu"},
-            "hidden_activation 'relu' is not supported",
-        ),
-        (
-            {"model_type": "gemma2", "sliding_window": None},
-            "sliding_window must be a whole number; it is None",
-        ),
         (
             {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
             "attn_logit_softcapping of model_type 'gemma3_text'",
@@ -506,7 +479,6 @@ def test_files_that_are_cut_short_or_missing(tmp_path):
             },
             "sliding_attention with rope_type 'linear' are not supported",
         ),
-        ({"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4} is not supported"),
         (
             {"layer_types": ["full_attention", "sliding_attention"]},
             "'sliding_attention'] are not supported",
@@ -514,10 +486,6 @@ def test_files_that_are_cut_short_or_missing(tmp_path):
         (
             {"rope_scaling": {"type": "mrope"}},
             "rope_type 'mrope' is not supported, only default, linear",
-        ),
-        (
-            {"rope_scaling": {"type": "proportional"}},
-            "only default, linear, dynamic, yarn, llama3, longrope are",
         ),
         ({"rope_scaling": {"type": "linear"}}, "rope_type 'linear' needs factor"),
         (
