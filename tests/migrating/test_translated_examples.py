@@ -126,12 +126,6 @@ QUICKSTART = """PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo
     algorithm.kl_ctrl.kl_coef=0.001 trainer.logger=console trainer.val_before_train=False
     trainer.n_gpus_per_node=1 trainer.nnodes=1 trainer.save_freq=10 trainer.test_freq=10
     trainer.total_epochs=15 2>&1 | tee verl_demo.log"""
-# TRL's example without a summary as its end.
-TRL_PPO = """python examples/scripts/ppo/ppo.py
-    --dataset_name trl-internal-testing/descriptiveness-sentiment-trl-style
-    --dataset_train_split descriptiveness --learning_rate 3e-6 --output_dir models/minimal/ppo
-    --per_device_train_batch_size 64 --gradient_accumulation_steps 1 --total_episodes 10000
-    --model_name_or_path EleutherAI/pythia-1b-deduped --missing_eos_penalty 1.0"""
 # Forms of verl's examples/grpo_trainer/run_qwen2_5-3b_gsm8k_grpo_lora.sh and
 # examples/ppo_trainer/run_qwen2-7b_rm.sh, and of TRL's commands with adapters.
 GRPO_LORA = """python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo
@@ -170,7 +164,6 @@ COMMANDS = {
     "TRL with adapters": ("trl", TRL_LORA),
     "TRL's GRPO": ("trl", TRL_GRPO),
     "verl": ("verl", QUICKSTART),
-    "TRL's ppo.py": ("trl", TRL_PPO),
     "Megatron": ("verl", MEGATRON),
     "TRL": ("trl", TRL),
     "OpenRLHF before": ("openrlhf", OPENRLHF_BEFORE),

@@ -223,18 +223,6 @@ def test_moments_of_returns_are_of_the_values_that_are_learned():
     assert valid_entries(experience.returns, [2, 4]) == [[-1.0, 0.0], [1.0, 0.0, 0.0, 0.0]]
 
 
-def test_lambda_by_length():
-    # The critic's lambda remains lam = 1.
-    config = tiny.config(algorithm__lam_length_alpha=0.5, **RAW)
-    experience, _ = estimate(config, [1.0, 1.0], [2, 4], values=[[0.0, 0.0], [0.0] * 4])
-    # lambda is 1 - 1/(0.5 x 2) = 0 and 1 - 1/(0.5 x 4) = 0.5.
-    np.testing.assert_allclose(valid_entries(experience.advantages, [2, 4])[0], [0.0, 1.0])
-    np.testing.assert_allclose(
-        valid_entries(experience.advantages, [2, 4])[1], [0.125, 0.25, 0.5, 1.0]
-    )
-    np.testing.assert_allclose(valid_entries(experience.returns, [2, 4])[1], [1.0] * 4)
-
-
 def test_masked_responses_are_not_kept_and_do_not_whiten():
     config = tiny.config(algorithm__mask_truncated=True)
     experience, metrics = estimate(config, [1.0, 3.0, 1000.0], [1, 1, T], [False, False, True])
