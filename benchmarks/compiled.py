@@ -149,7 +149,8 @@ class StepCounts:
             (body,) = re.findall(r"body=%([\w.\-]+)", loop.rest)
             chunks = [x.dims for x in program.inner(body, "dot") if x.dims[-1:] == [vocabulary]]
             chunks += [x.dims for x in program.inner(body, "convolution") if vocabulary in x.dims]
-            if chunks and "while/body" in loop.path:
+            # An update's micro-batches are in the loop of its mini-batches.
+            if chunks and loop.path.count("while/body") > (found.kind == "update"):
                 # Chunks of the positions whose logits count: those of responses.
                 size = np.prod(chunks[0], dtype=float) / vocabulary
                 shards = meshes.row_shards(self.step.mesh)
@@ -192,9 +193,8 @@ class StepCounts:
         parts = [(widest, fills * self.response)]
         groups = -(-step.queue // (step.samples // step.prompts.tokens.shape[0]))
         for launches in prefills:
-            lookups = [
-                x.dims for x, _ in launches if x.dims[-1:] == [self.architecture.hidden_size]
-            ]
+            hidden = self.architecture.hidden_size
+            lookups = [x for y, _ in launches for x in y.arrays if x[-1:] == [hidden]]
             rows = max(np.prod(sizes[:-1]) for sizes in lookups) / self.prompt
             parts.append((launches, np.ceil(groups / rows)))
         return figures, parts
@@ -202,7 +202,8 @@ class StepCounts:
     def _draws(self, program: hlo_counts.Program, launches: list) -> bool:
         vocabulary = self.architecture.vocab_size
         split = vocabulary // self.step.rollout_mesh.shape["model"]
-        return any(program.flops(x) and {vocabulary, split} & set(x.dims) for x, _ in launches)
+        sizes = {vocabulary, split}
+        return any(program.flops(x) and sizes & set(sum(x.arrays, [])) for x, _ in launches)
 
 
 def with_layers(config: Config, layers: int, folder: str) -> Config:

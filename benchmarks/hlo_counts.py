@@ -49,6 +49,11 @@ class Instruction:
     def dims(self) -> list[int]:
         return dims(self.shape)
 
+    @property
+    def arrays(self) -> list[list[int]]:
+        """Return the sizes of each array: TPUs' products also return sums of them."""
+        return [dims(found[0]) for found in SHAPE.finditer(self.shape)]
+
 
 def dims(shape: str) -> list[int]:
     """Return the sizes of the first array in a shape."""
