@@ -1,23 +1,17 @@
 """Programs of a PPO step and their arguments at any size, without data, tokenizer or checkpoint.
 
-Abstract shapes allow ahead-of-time compilation for this machine or another; random weights allow
-running and timing the compiled programs.
+Abstract shapes allow ahead-of-time compilation for this machine or another.
 """
 
 import dataclasses
 import functools
-import itertools
-import statistics
-import time
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_ppo.config import schema
-from jax_ppo.models import cache, heads
+from jax_ppo.models import cache
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.attention_kernels import (
     AttentionFacts,
@@ -30,19 +24,12 @@ from jax_ppo.ppo import forward_passes, update
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.objectives import UpdateOptions
 from jax_ppo.ppo.reward_shaping import EarnedRewards, ExperienceOptions
-from jax_ppo.runtime import meshes, placement, sharding
+from jax_ppo.runtime import meshes, sharding
 from jax_ppo.sampler.decode_loop import SamplingOptions, sampler_program
 from jax_ppo.training import packing
-from jax_ppo.training.control import first_control
 from jax_ppo.training.networks import Networks
-from jax_ppo.training.optimizer import make_optimizer
 from jax_ppo.training.state import StateBuilder, TrainState
 from jax_ppo.types import Experience, MiniBatches, Packing, Prompts, Sequences
-
-
-def places(shapes: Any) -> Any:
-    """Return the tree of shardings of a tree of shapes."""
-    return jax.tree.map(lambda x: x.sharding, shapes)
 
 
 def qwen2(
@@ -68,11 +55,6 @@ def qwen2(
         max_position_embeddings=32768,
         tied=tied,
     )
-
-
-QWEN_05B = qwen2(
-    layers=24, hidden=896, vocabulary=151936, tied=True, query_heads=14, kv_heads=2, mlp=4864
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,7 +274,7 @@ class Step:
             ]
         else:
             by_role = update.update_arguments(
-                self.update_setup(),
+                update.UpdateSetup(UpdateOptions.from_config(self.config), self.nets, 100),
                 self.state(),
                 self.experience(),
                 {"actor": batches, "critic": batches},
@@ -302,142 +284,6 @@ class Step:
         function, arguments = parts[len(critic)]
         with jax.set_mesh(self.mesh):
             return function.jitted.trace(*arguments).lower(lowering_platforms=platforms)
-
-    def run_update(
-        self, state: TrainState, experience: Experience, batches: MiniBatches
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Return the state and the metrics after the update of both roles."""
-        by_role = {"actor": batches, "critic": batches}
-        return update.update_state(self.update_setup(), state, experience, by_role)
-
-    def update_setup(self) -> update.UpdateSetup:
-        return update.UpdateSetup(UpdateOptions.from_config(self.config), self.nets, 100)
-
-    def random_state(self) -> TrainState:
-        def build(key):
-            actor = heads.init_params(self.nets.actor, key, "lm")
-            critic = heads.init_params(self.nets.critic, key, "scalar")
-            optimizers = {
-                "actor": make_optimizer(self.config.actor).init(actor),
-                "critic": make_optimizer(self.config.critic).init(critic),
-            }
-            reference = jax.tree.map(lambda x: x.astype(self.dtype), actor)
-            return TrainState(
-                jnp.int32(0),
-                {"actor": actor, "critic": critic, "reference": reference},
-                optimizers,
-                first_control(
-                    self.config.algorithm.kl_ctrl, self.config.reward, self.config.critic
-                ),
-            )
-
-        return jax.jit(build, out_shardings=places(self.state()))(jax.random.key(0))
-
-    def random_decode_params(self):
-        def build(key):
-            return self._to_decoding_form(heads.init_params(self.nets.actor, key, "lm"))
-
-        return jax.jit(build, out_shardings=places(self.decode_params()))(jax.random.key(0))
-
-    def full_lengths(self) -> np.ndarray:
-        return np.full(self.samples // self.responses, self.prompt, np.int32)
-
-    def random_prompts(self, lengths) -> Prompts:
-        tokens = np.random.default_rng(0).integers(
-            2, self.architecture.vocab_size, (len(lengths), self.prompt)
-        )
-        return placement.place(Prompts(tokens.astype(np.int32), lengths), sharding.rows(self.mesh))
-
-    def packed(self, lengths) -> MiniBatches:
-        """Place one mini-batch of samples of these lengths on the mesh."""
-        packed_rows, counts = self.pack(lengths)
-        return MiniBatches(
-            placement.place(packed_rows, sharding.rows(self.mesh, 2)),
-            *placement.place(
-                (counts, np.ones((1, self.samples), bool)), sharding.replicated(self.mesh)
-            ),
-        )
-
-    def seconds_of_update(self, repeats: int) -> float:
-        """Return the median seconds of the update with full-length sequences."""
-        experience = jax.tree.map(
-            lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), self.experience()
-        )
-        full = Sequences(
-            tokens=experience.sequences.tokens,
-            prompt_lengths=experience.sequences.prompt_lengths + self.prompt,
-            lengths=experience.sequences.lengths + self.response,
-            truncated=experience.sequences.truncated,
-            action_mask=~experience.sequences.action_mask,  # the placeholder is all False
-        )
-        experience = dataclasses.replace(
-            experience, sequences=full, sample_mask=~experience.sample_mask
-        )
-        batches = self.packed(np.full(self.samples, self.prompt + self.response))
-        state = self.random_state()
-        taken = []
-        with jax.set_mesh(self.mesh):
-            for _ in range(repeats + 1):
-                start = time.perf_counter()
-                state, metrics = jax.block_until_ready(self.run_update(state, experience, batches))
-                taken.append(time.perf_counter() - start)
-                # Without a sample to learn from, the update skips its passes.
-                assert not np.isnan(metrics["actor/grad_norm"]), "nothing was measured"
-        return statistics.median(taken[1:])
-
-    def seconds_of_phases(self, prompt_lengths, repeats: int) -> tuple[dict[str, float], int]:
-        """Return median seconds of each phase (see `steps`) and the last step's token count.
-
-        A first step, which compiles, is excluded.
-        """
-        taken, tokens = zip(
-            *itertools.islice(self.steps(prompt_lengths), 1, 1 + repeats), strict=True
-        )
-        return {
-            name: statistics.median(seconds[name] for seconds in taken) for name in taken[0]
-        }, tokens[-1]
-
-    def steps(self, prompt_lengths) -> Iterator[tuple[dict[str, float], int]]:
-        """Run steps; yield each one's seconds per phase and its number of tokens.
-
-        The phases are sampling, forward passes (with advantages) and update, each blocking.
-        """
-        prompts = self.random_prompts(prompt_lengths)
-        state = self.random_state()
-        params = self.random_decode_params()
-        while True:
-            with jax.set_mesh(self.mesh):
-                start = time.perf_counter()
-                rollout = jax.block_until_ready(self.sampler(params, prompts, jax.random.key(0)))
-                sampled = time.perf_counter()
-                lengths = np.repeat(prompt_lengths, self.responses) + np.asarray(rollout.lengths)
-                batches = self.packed(lengths)
-                packed_rows = jax.tree.map(lambda x: x[0], batches.packing)
-                sequences = forward_passes.join_sequences(rollout, self.config.sequence_length)
-                outputs = forward_passes.run_forward_passes(
-                    forward_passes.ForwardOptions.from_config(self.config),
-                    self.nets,
-                    state,
-                    sequences,
-                    (packed_rows, batches.counts[0]),
-                )
-                experience, _ = jax.block_until_ready(
-                    estimate_experience(
-                        ExperienceOptions.from_config(self.config),
-                        state.control,
-                        sequences,
-                        rollout.logprobs,
-                        outputs,
-                        EarnedRewards(jnp.zeros(self.samples)),
-                    )
-                )
-                scored = time.perf_counter()
-                state, _ = jax.block_until_ready(self.run_update(state, experience, batches))
-                updated = time.perf_counter()
-            yield (
-                {"sample": sampled - start, "score": scored - sampled, "update": updated - scored},
-                int(lengths.sum()),
-            )
 
     def by_rows(self, shape, dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding.rows(self.mesh))
