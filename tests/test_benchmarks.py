@@ -7,6 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -300,3 +301,49 @@ ENTRY %main (x: bf16[4,8], w: bf16[8,16]) -> bf16[4,16] {
     assert program.flops(product) == 2 * 4 * 8 * 16
     # The result stays in vector memory.
     assert program.moved_bytes(product, used=1) == 2 * (4 * 8 + 8 * 16)
+
+
+# Of a step on a CPU: two operations, a loop of two runs, and another program; and of a GPU.
+MEASURE, OTHERS = ("jit_measure_sampling", 102), ("jit_others_in_decoding_form", 0)
+UPDATE, SAMPLE = ("jit_update_actor", 7), ("jit_sample", 3)
+TRACE = {
+    "tf_XLAPjRtCpuClient/1": [
+        ("sort.0", 688_660, 6_429, "sort.0", *MEASURE),
+        ("copy.2", 695_450, 691, "copy.2", *MEASURE),
+        ("while.32", 697_323, 16_995, "while.32", *MEASURE),
+        ("wrapped_add.1", 700_648, 1_192, "wrapped_add.1", *MEASURE),
+        ("wrapped_add.1", 706_086, 290, "wrapped_add.1", *MEASURE),
+        ("end: wrapped_add.1", 706_300, 80),
+    ],
+    "tf_XLAEigen/2": [("wrapped_convert", 774_317, 865_976, "wrapped_convert", *OTHERS)],
+    "Stream #13(Compute)": [
+        ("gemm_bf16", 2_000_000, 2_000_000, "cublas-gemm.4", *UPDATE),
+        ("MemcpyD2D", 5_000_000, 1_000_000),
+    ],
+    "Stream #14(Compute)": [("loop_add", 5_500_000, 1_500_000, "add.9", *SAMPLE)],
+}
+SUMMARY = """\
+all programs: 4.875 ms busy, 1.437 idle
+jit_update_actor#7: 3.000 ms busy, 1.360 idle
+  2.000 ms in 1: cublas-gemm.4 gemm_bf16
+  1.000 ms in 1: MemcpyD2D
+jit_sample#3: 1.000 ms busy, 0.000 idle
+  1.500 ms in 1: add.9 loop_add
+jit_others_in_decoding_form#0: 0.866 ms busy, 0.068 idle
+  0.866 ms in 1: wrapped_convert
+jit_measure_sampling#102: 0.009 ms busy, 0.009 idle
+  0.006 ms in 1: sort.0
+  0.001 ms in 2: wrapped_add.1"""
+
+
+def test_a_trace_is_read_by_program_without_counting_time_twice(harness):
+    import gpu_parts
+
+    def event(name, start, duration, *facts):
+        stats = zip(("hlo_op", "hlo_module", "program_id"), facts, strict=False)
+        times = dict(start_ns=start, duration_ns=duration, end_ns=start + duration)
+        return SimpleNamespace(name=name, stats=stats, **times)
+
+    lines = [SimpleNamespace(name=x, events=[event(*y) for y in TRACE[x]]) for x in TRACE]
+    kernels = gpu_parts.read_kernels(SimpleNamespace(planes=[SimpleNamespace(lines=lines)]))
+    assert "\n".join(gpu_parts.summarize_kernels(kernels, longest=2)) == SUMMARY
