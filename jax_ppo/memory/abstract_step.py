@@ -139,7 +139,7 @@ def build_abstract_step(config: Config, mesh: Mesh, limit: float | None = None) 
         returns_routed_experts=config.actor.router_replay.mode == "R3",
     )
     memory = PPOMemory(config, nets, mesh)
-    slots = count_decoding_slots(memory, rollout_mesh, sampling, limit)
+    slots = rollout.max_num_seqs or count_decoding_slots(memory, rollout_mesh, sampling, limit)
     sampling = dataclasses.replace(sampling, slots=slots)
     state = StateBuilder(config, nets, mesh).shapes()
     sampled_params = policy_params(nets, state)

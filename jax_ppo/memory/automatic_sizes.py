@@ -2,7 +2,7 @@
 
 The fastest sizes are taken whose memory, by the estimate, stays within a share of what is free. The
 compiler's figures then decide: a program that needs more, or an allocation that fails, makes the
-run continue with smaller sizes. They change results by rounding alone.
+run continue with smaller sizes; without any, it is refused. Sizes change results by rounding alone.
 """
 
 import contextlib
@@ -63,8 +63,13 @@ class SizeChoice:
 
     @property
     def limit(self) -> float:
-        """Return the bytes per device that a program may need."""
-        return SHARE * self.available
+        """Return the bytes per device that a program may need: all, if no sizes are smaller."""
+        return self.available * (SHARE if self.ranked[self.index + 1 :] else 1)
+
+    @property
+    def fits(self) -> bool:
+        """Return whether an estimate says so."""
+        return 0 < self.sizes.needed <= SHARE * self.available
 
     def smaller(self, needed: int = 0) -> "SizeChoice | None":
         """Return the fastest of the smaller sizes that fit, or the smallest, if there are any.
@@ -92,7 +97,7 @@ class SizeChoice:
         return text
 
 
-AS_SET = SizeChoice((Sizes({}),), 0, math.inf)  # all are set, or the memory is unknown
+AS_SET = SizeChoice((Sizes({}, 1),), 0, math.inf)  # the devices do not state their memory
 
 
 def choose_sizes(
@@ -103,8 +108,6 @@ def choose_sizes(
     `ranked` are all sizes, fastest first; `available` are the bytes per device, and `kept` the
     options of a checkpoint, by dotted name, whose sizes stay as long as they fit.
     """
-    if not ranked:
-        return AS_SET
     choice = SizeChoice(ranked, 0, available)
     fitting = [i for i, sizes in enumerate(ranked) if sizes.needed <= choice.limit]
     same = [i for i in fitting if kept and ranked[i].options.items() <= kept.items()]
@@ -120,7 +123,7 @@ def rank_sizes(
     default_rows: int,
     estimate: Callable[[Mapping[str, Any]], int],
 ) -> list[Sizes]:
-    """Return the values of the options that are `auto`, fastest first; empty if none is.
+    """Return the values of the options that are `auto`, fastest first; one without any if none is.
 
     Args:
       checkpointing: `model.gradient_checkpointing`.
@@ -136,7 +139,7 @@ def rank_sizes(
         while default_rows > 1:
             default_rows //= 2
             options.append({**options[-1], rows_option: default_rows})
-    return [Sizes(values, estimate(values)) for values in options] if len(options) > 1 else []
+    return [Sizes(values, estimate(values)) for values in options]
 
 
 def rank_step_sizes(build: Callable[[Mapping[str, Any]], AbstractStep]) -> list[Sizes]:

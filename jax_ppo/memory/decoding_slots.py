@@ -5,15 +5,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Data, RolloutOptions
+from jax_ppo.errors import UserError
 from jax_ppo.memory.memory_check import PPOMemory
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo.samples.source import BATCHES_IN_POOL
-from jax_ppo.runtime import meshes
+from jax_ppo.runtime import distributed, meshes
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.routing import routing_bytes
 from jax_ppo.sampler.slots import Cache, DecodeJob, initial_state, pad_queue
@@ -31,13 +30,13 @@ def count_decoding_slots(
 ) -> int:
     """Return `rollout.max_num_seqs` or, if automatic, how many slots' caches fit everywhere.
 
-    A device has `limit` bytes; `None` if that is unknown.
+    A device has `limit` bytes; `None` if that is unknown. Raise `UserError` if the slots that are
+    set need more.
     """
     config, actor = run.config, run.nets.actor
-    if config.rollout.max_num_seqs:
-        return config.rollout.max_num_seqs
+    wanted = config.rollout.max_num_seqs
     if limit is None:
-        return FALLBACK_SLOTS
+        return wanted or FALLBACK_SLOTS
     least = run.measure()
     resident = least.separate or least.resident + least.decoding
     prompts = config.data.train_batch_size
@@ -62,12 +61,18 @@ def count_decoding_slots(
     # The bytes grow by the same amount with each slot after the first.
     first_slot: float = slot_bytes(1)
     per_slot = (slot_bytes(queue) - first_slot) / (queue - 1) if queue > 1 else first_slot
-    left = limit * (1 - _RESERVE) - resident - (first_slot - per_slot)
+    left = limit * (1 if wanted else 1 - _RESERVE) - resident - (first_slot - per_slot)
     slots = min(max(int(left // per_slot), 1), queue)
+    if wanted:
+        if slots < min(wanted, queue):
+            raise UserError(
+                f"config.rollout.max_num_seqs={wanted}: a device has memory for at most {slots}"
+            )
+        return wanted
     if slots > _MULTIPLE and slots < queue:
         slots -= slots % _MULTIPLE
     # Every process compiles the same program.
-    return int(np.min(multihost_utils.process_allgather(np.int32(slots))))
+    return min(distributed.allgather_json(slots))
 
 
 def queue_cache_shapes(

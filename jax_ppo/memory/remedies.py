@@ -2,16 +2,15 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from jax.sharding import Mesh
 
 from jax_ppo.config import validation
 from jax_ppo.config.loading import AUTO
-from jax_ppo.config.option import option_value
 from jax_ppo.config.rollout_options import RolloutMesh
-from jax_ppo.config.schema import Config, all_options, replace_options
+from jax_ppo.config.schema import Config, all_options, flatten_options, replace_options
 from jax_ppo.errors import UserError
 from jax_ppo.kernels.platform import target_platform
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS
@@ -79,6 +78,12 @@ def _is_allowed(change: Change) -> bool:
     return True
 
 
+def set_sizes(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes, of options by dotted name, that are set and could be automatic."""
+    names = [option.name for option in all_options() if option.facts.is_automatic]
+    return {name: options[name] for name in names if options[name] is not None}
+
+
 @dataclasses.dataclass(frozen=True)
 class PossibleChanges:
     """The changes of a PPO run that its other options allow."""
@@ -91,9 +96,7 @@ class PossibleChanges:
 
     def leave_sizes(self) -> Iterator[Change]:
         """Yield the change that lets the run choose the sizes that are set, if there are any."""
-        names = [option.name for option in all_options() if option.facts.is_automatic]
-        are_set = [name for name in names if option_value(self.config, name) is not None]
-        if are_set:
+        if are_set := set_sizes(flatten_options(dataclasses.asdict(self.config))):
             words = " and ".join(f"config.{name}={AUTO}" for name in are_set)
             yield words, replace_options(self.config, dict.fromkeys(are_set))
 

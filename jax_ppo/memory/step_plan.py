@@ -239,8 +239,7 @@ def _measure_step(
             return step, estimate_memory(step), set(), choice
         memory, refused = measure_programs(step, compiled)
         needed = largest_peak(memory)
-        smaller = choice.smaller(needed) if needed > choice.limit else None
-        if smaller is None:
+        if needed <= choice.limit or (smaller := choice.smaller(needed)) is None:
             return step, memory, refused, choice
         choice = smaller
 

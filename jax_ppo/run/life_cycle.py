@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config, Trainer, flatten_options, replace_options
 from jax_ppo.errors import UserError
+from jax_ppo.kernels.platform import target_platform
 from jax_ppo.memory.automatic_sizes import (
     AS_SET,
     SizeChoice,
@@ -39,6 +40,7 @@ from jax_ppo.memory.memory_check import (
     SupervisedMemory,
     explain_out_of_memory,
 )
+from jax_ppo.memory.remedies import set_sizes
 from jax_ppo.reporting import console
 from jax_ppo.reporting.journal import Journal
 from jax_ppo.runtime import compiled_programs, distributed, meshes, signals, work_directory
@@ -122,7 +124,8 @@ class TrainingKind:
     best_metric: str  # the entry of `Quality` that chooses the best checkpoint
     # Builds the training with values of options by dotted name; most user errors surface here.
     build: Callable[[Mapping[str, Any], Mesh], Training[Any]]
-    rank_sizes: Callable[[Mesh], list[Sizes]]  # the sizes that are `auto`, fastest first
+    # The sizes that are `auto` with values of options by dotted name, fastest first.
+    rank_sizes: Callable[[Mapping[str, Any], Mesh], list[Sizes]]
 
 
 def run_life_cycle(config: Config, workdir: Path, kind: TrainingKind) -> dict[str, Any]:
@@ -177,8 +180,20 @@ def run_life_cycle(config: Config, workdir: Path, kind: TrainingKind) -> dict[st
         if (limit := read_memory_limit()) is not None:
             saved = find_saved_run(config, checkpoints, kind.command)
             kept = flatten_options(saved.meta["config"]) if saved else {}
-            choice = choose_sizes(kind.rank_sizes(mesh), limit, kept)
-        return _train_while_memory_lasts(choice, train)
+            choice = choose_sizes(kind.rank_sizes({}, mesh), limit, kept)
+        elif target_platform() != "cpu":
+            console.print_on_main("note: the devices state no memory: auto is the same as on CPUs")
+        try:
+            return _train_while_memory_lasts(choice, train)
+        except OutOfMemory as error:
+            are_set = set_sizes(flatten_options(dataclasses.asdict(config)))
+            if not (error.needed and are_set):
+                raise
+            ranked = kind.rank_sizes(dict.fromkeys(are_set), mesh)
+            most = choose_sizes(ranked, choice.available)
+            words = ", ".join(f"config.{name}={value}" for name, value in are_set.items())
+            fitting = "the largest that fit:" if most.fits else "auto begins with"
+            raise UserError(f"{words}: {error}; {fitting} {most.sizes}") from error
 
 
 def _train_while_memory_lasts(
@@ -272,12 +287,14 @@ class StepLoop:
             # A finished run only exports, and needs no program of a step.
             if progress.step < training.total_steps:
                 compile_: Compile = compiled_programs.compile_program
-                if self.choice.smaller() is not None:
+                if self.choice is not AS_SET:
                     precompilation.enter_context(raise_in_all_processes())
                     compile_ = compile_within(self.choice, training.memory.measure().resident)
                 take_step = training.step_on_shapes(progress)
                 compiling = compile_in_background(take_step, training.mesh, compile_)
                 precompilation.enter_context(compiling)
+                if self.choice.smaller() is None and not self.choice.fits:
+                    precompilation.close()  # the compiler may refuse the run: weights wait for it
             state = training.load_state(self.checkpoints, progress.step)
             evaluates_first = progress.step == 0 and self.config.trainer.val_before_train
             if training.can_evaluate and (evaluates_first or progress.evaluation_pending):

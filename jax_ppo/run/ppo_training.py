@@ -50,10 +50,10 @@ def train_ppo(config: Config, workdir: Path) -> dict[str, Any]:
             given, _, _ = read_given_responses(config, workdir)
         return PPOTraining(build_run(sized, workdir, mesh, console.print_on_main, given=given))
 
-    def rank(mesh: Mesh) -> list[Sizes]:
-        limit = read_memory_limit()
+    def rank(options: Mapping[str, Any], mesh: Mesh) -> list[Sizes]:
+        limit, free = read_memory_limit(), replace_options(config, options)
         return rank_step_sizes(
-            lambda sizes: build_abstract_step(replace_options(config, sizes), mesh, limit=limit)
+            lambda sizes: build_abstract_step(replace_options(free, sizes), mesh, limit=limit)
         )
 
     kind = life_cycle.TrainingKind("train", config.trainer.best_metric, build, rank)

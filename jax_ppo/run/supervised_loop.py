@@ -73,15 +73,16 @@ def train_supervised(config: Config, workdir: Path, task: Task) -> dict[str, Any
             distributed.run_on_main(functools.partial(refuse_foreign_folder, output))
         return build_training(replace_options(config, sizes), task, mesh)
 
-    def rank(mesh: Mesh) -> list[Sizes]:
+    def rank(options: Mapping[str, Any], mesh: Mesh) -> list[Sizes]:
         """Return the sizes that are automatic, without estimates: the compiler decides."""
+        free = replace_options(config, options)
         parts = meshes.row_parts(mesh)
         length = packing.row_width(config.sequence_length, parts)
         rows = _rows_at_once(mesh, None, length, config.data.train_batch_size)
         option = "supervised.micro_batch_size_per_device"
         return rank_sizes(
-            config.model.gradient_checkpointing,
-            (option, config.supervised.micro_batch_size_per_device),
+            free.model.gradient_checkpointing,
+            (option, free.supervised.micro_batch_size_per_device),
             rows * parts // meshes.row_shards(mesh),
             lambda sizes: 0,
         )

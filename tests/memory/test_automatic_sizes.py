@@ -51,8 +51,8 @@ def test_less_recomputation_comes_before_larger_micro_batches():
 def test_options_that_are_set_stay():
     only_rows = rank_sizes(False, (ROWS, None), 2, lambda sizes: 1)
     assert [sizes.options for sizes in only_rows] == [{ROWS: None}, {ROWS: 1}]
-    assert rank_sizes(False, (ROWS, 2), 2, lambda sizes: 1) == []
-    assert not str(choose_sizes([], 1000)) and choose_sizes([], 1000).smaller() is None
+    are_set = choose_sizes(rank_sizes(False, (ROWS, 2), 2, lambda sizes: 1), 1000)
+    assert not str(are_set) and are_set.smaller() is None
 
 
 @pytest.mark.parametrize(
@@ -68,13 +68,18 @@ def test_a_plan_names_the_sizes_of_a_machine_of_known_memory(tmp_path, topology,
 
 def test_the_compilers_figures_decide():
     lowered = jax.jit(lambda x: jnp.sort(x @ x)).lower(jnp.ones((64, 64)))  # 16 KiB and more
-    choice = automatic_sizes.SizeChoice([Sizes({})], 0, available=100_000)
+    choice = automatic_sizes.SizeChoice([Sizes({}), Sizes({})], 0, available=100_000)
     assert compile_within(choice, resident=1000)("update_actor", lowered, ()).shape == (64, 64)
     with pytest.raises(OutOfMemory, match="update_actor needs") as error:
         compile_within(choice, resident=80_000)("update_actor", lowered, ())
     assert 96_384 <= error.value.needed <= 200_000
     # What samples has its own measure.
     compile_within(choice, resident=80_000)("sample", lowered, ())
+    # The smallest may need all: 80,000 and twice 16,384 bytes at most.
+    smallest = choice.smaller()
+    compile_within(smallest, resident=67_000)("update_actor", lowered, ())
+    with pytest.raises(OutOfMemory):
+        compile_within(smallest, resident=90_000)("update_actor", lowered, ())
 
 
 def test_a_compiler_may_refuse_a_program_or_not_state_its_memory(monkeypatch):
@@ -180,3 +185,42 @@ def test_a_run_goes_on_with_smaller_sizes_and_is_resumed_with_them(tmp_path, mon
     for ours, theirs in zip(rows, larger, strict=True):
         for name in ("actor/grad_norm", "critic/grad_norm", "reward/mean"):
             assert float(ours[name]) == pytest.approx(float(theirs[name]), rel=1e-3, abs=1e-5), name
+
+
+def test_sizes_that_are_set_and_do_not_fit_are_refused_before_weights_are_loaded(
+    tmp_path, monkeypatch
+):
+    """Two CPU devices stand for devices of 30 MiB."""
+    for module in (life_cycle, ppo_training):
+        monkeypatch.setattr(module, "read_memory_limit", lambda: 30 * 2**20)
+    monkeypatch.setattr(life_cycle, "target_platform", lambda: "gpu")
+    make_mesh = life_cycle.meshes.make_mesh
+    two = lambda options, **others: make_mesh(options, jax.devices()[:2])  # noqa: E731
+    monkeypatch.setattr(life_cycle.meshes, "make_mesh", two)
+    loaded = []
+    monkeypatch.setattr(ppo_training.PPOTraining, "load_state", lambda *_: loaded.append(1))
+    options = dict(
+        trainer__total_training_steps=1, trainer__export=False, trainer__val_before_train=False,
+        trainer__test_freq=-1, data__train_batch_size=64, actor__ppo_mini_batch_size=64,
+        model__gradient_checkpointing=False,
+    )  # fmt: skip
+
+    config = load_config("arithmetic:smoke", **options, actor__ppo_micro_batch_size_per_device=64)
+    with pytest.raises(UserError, match=rf"{ROWS}=64: .* needs .* fit: ") as refused:
+        ppo_training.train_ppo(config, tmp_path)
+    assert not loaded and str(refused.value).endswith(
+        f"{CHECKPOINTING}=True, {POLICY}=attention, {ROWS}=auto"
+    )
+
+
+def test_sizes_on_devices_that_state_no_memory_are_those_of_cpus(tmp_path, monkeypatch, capsys):
+    def build(sizes, mesh):
+        assert not sizes
+        raise UserError("built")
+
+    kind = life_cycle.TrainingKind("train", "accuracy", build, rank_sizes=None)
+    for platform, lines in (("cpu", 0), ("gpu", 1)):
+        monkeypatch.setattr(life_cycle, "target_platform", lambda platform=platform: platform)
+        with pytest.raises(UserError, match="built"):
+            life_cycle.run_life_cycle(load_config("arithmetic:smoke"), tmp_path, kind)
+        assert capsys.readouterr().out.count("auto is the same as on CPUs") == lines

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 import tiny
+from jax_ppo.errors import UserError
 from jax_ppo.memory import decoding_slots
 from jax_ppo.memory.memory_check import PPOMemory
 from jax_ppo.ppo.step_parts import sampling_options
@@ -45,5 +46,12 @@ def test_slots_fill_the_memory_that_is_left(count_slots):
 
 def test_a_number_is_taken_as_it_is_and_platforms_without_figures_have_a_fixed_one(count_slots):
     assert count_slots(None) == decoding_slots.FALLBACK_SLOTS
-    rollout = dataclasses.replace(CONFIG.rollout, max_num_seqs=5)
-    assert count_slots(0, dataclasses.replace(CONFIG, rollout=rollout)) == 5
+    config = dataclasses.replace(
+        CONFIG, rollout=dataclasses.replace(CONFIG.rollout, max_num_seqs=64)
+    )
+    assert count_slots(None, config) == count_slots(10**6, config) == 64
+    with pytest.raises(UserError, match=r"max_num_seqs=64: .* at most \d+$") as refused:
+        count_slots(40_000, config)
+    # It may take what an automatic number leaves to activations.
+    most = int(str(refused.value).split()[-1])
+    assert count_slots(40_000) < most < 64
