@@ -188,16 +188,12 @@ def generate_count_examples(count: int, split: str = "train", seed: int = 0) -> 
         length = rng.integers(5, 21)
         answer = rng.integers(1, length + 1)
         asked, *others = rng.permutation(list(string.ascii_lowercase))
-        letters = [asked] * answer + list(rng.choice(others, length - answer))
-        word = "-".join(rng.permutation(letters))
+        letters = rng.permutation([asked] * answer + list(rng.choice(others, length - answer)))
+        word = "-".join(letters)
         if (zlib.crc32(word.encode()) % 10 == 0) != (split == "heldout"):
             continue
-        comparisons = [f"{x} {'=' if x == asked else '!='} {asked}.\n" for x in word.split("-")]
-        example = Example(
-            prompt=({"role": "user", "content": f"How many {asked} are there in word {word}?"},),
-            data_source="char_count",
-            ground_truth=str(answer),
-            response="".join(comparisons) + f"\\boxed{{{answer}}} {asked} in {word}.",
-        )
-        examples.append(example)
+        lines = [f"{x} {'=' if x == asked else '!='} {asked}.\n" for x in letters]
+        lines.append(f"\\boxed{{{answer}}} {asked} in {word}.")
+        prompt = ({"role": "user", "content": f"How many {asked} are there in word {word}?"},)
+        examples.append(Example(prompt, "char_count", str(answer), response="".join(lines)))
     return examples

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from jax_ppo.rewards.samples import RewardResult, grade_answer
 from jax_ppo.rewards.text_rules import read_final_part
 
-GSM8K_METHODS = ("strict", "flexible")
+GSM8K_METHODS = ("strict", "first", "flexible")
 CLIP = 300  # characters at the end of a response that are searched for an answer, as in verl
 LONGEST_NUMBER = 60  # characters of a ground truth
 
@@ -152,18 +152,19 @@ def extract_gsm8k(text: str, method: str) -> str | None:
     """Return the answer in the last CLIP characters, without grouping and currency, or None.
 
     The method "strict" takes the number after the last `#### `, as verl does, so that the format is
-    learned too. "flexible" takes the last number in any notation: `####42`, `#### $1,234`,
-    `#### **42**`, `-3`, `42.00`, `42.`. A minus directly after a word, a number or a bracket is
-    read as a subtraction sign.
+    learned too; "first" the one after the first, in the whole text, as verl did in 2024. "flexible"
+    takes the last number in any notation: `####42`, `#### $1,234`, `#### **42**`, `-3`, `42.00`,
+    `42.`. A minus directly after a word, a number or a bracket is read as a subtraction sign.
     """
     tail = text[-CLIP:]
-    if method == "strict":
-        answers = _STRICT.findall(tail)
-        if not answers:
-            return None
-        # "#### ," has no number either.
-        return leading_number(answers[-1]) or answers[-1].split()[0].replace(",", "") or None
-    return last_number(tail)
+    if method == "flexible":
+        return last_number(tail)
+    first = _STRICT.search(text)
+    answers = _STRICT.findall(tail) if method == "strict" else first and [first[1]]
+    if not answers:
+        return None
+    # "#### ," has no number either.
+    return leading_number(answers[-1]) or answers[-1].split()[0].replace(",", "") or None
 
 
 def score_gsm8k(solution: str, ground_truth: str, method: str = "strict") -> RewardResult:

@@ -5,6 +5,7 @@ What is translated trains here. The options come from verl's scripts for Megatro
 since its version 0.11.
 """
 
+import dataclasses
 import json
 import re
 import shlex
@@ -14,6 +15,8 @@ import pytest
 
 import tiny
 from jax_ppo.config import command_line
+from jax_ppo.config.loading import load_config
+from jax_ppo.config.schema import flatten_options
 from jax_ppo.migrating.translation import translate
 from jax_ppo.models.hf.load import read_architecture
 from jax_ppo.models.hf.save import export_checkpoint
@@ -126,6 +129,20 @@ QUICKSTART = """PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo
     algorithm.kl_ctrl.kl_coef=0.001 trainer.logger=console trainer.val_before_train=False
     trainer.n_gpus_per_node=1 trainer.nnodes=1 trainer.save_freq=10 trainer.test_freq=10
     trainer.total_epochs=15 2>&1 | tee verl_demo.log"""
+# verl's published PPO on GSM8K (0.567): the settings that its log prints, without the machine.
+PUBLISHED = """python3 -m verl.trainer.main_ppo data.train_files=a.parquet data.val_files=b.parquet
+    data.train_batch_size=256 data.max_prompt_length=1024 data.max_response_length=512
+    actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct actor_rollout_ref.actor.optim.lr=1e-6
+    actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.actor.ppo_epochs=1
+    actor_rollout_ref.actor.clip_ratio=0.2 actor_rollout_ref.actor.entropy_coeff=0.001
+    actor_rollout_ref.actor.grad_clip=1.0 actor_rollout_ref.actor.optim.betas=[0.9,0.999]
+    actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean
+    actor_rollout_ref.actor.optim.weight_decay=0.01 actor_rollout_ref.rollout.temperature=1.0
+    critic.model.path=Qwen/Qwen2.5-0.5B-Instruct critic.optim.lr=1e-5 critic.cliprange_value=0.5
+    critic.grad_clip=1.0 critic.optim.betas=[0.9,0.999] critic.optim.weight_decay=0.01
+    algorithm.adv_estimator=gae algorithm.gamma=1.0 algorithm.lam=1.0 algorithm.kl_penalty=kl
+    algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.001
+    trainer.critic_warmup=0 trainer.test_freq=10 trainer.total_epochs=15"""
 # Forms of verl's examples/grpo_trainer/run_qwen2_5-3b_gsm8k_grpo_lora.sh and
 # examples/ppo_trainer/run_qwen2-7b_rm.sh, and of TRL's commands with adapters.
 GRPO_LORA = """python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo
@@ -200,6 +217,27 @@ def test_every_option_is_translated_or_has_a_reason_and_the_command_is_accepted(
     words = shlex.split(translated.command().replace("\\\n", ""))
     config, _ = command_line.read_command_line(["train", *words[3:]])
     assert re.search(rf"[ =]{re.escape(config.model.path)}\s", text)
+
+
+def test_verls_published_run_is_the_shipped_configuration():
+    translated = translate("verl", PUBLISHED)
+    assert translated.notes == []
+    words = shlex.split(translated.command().replace("\\\n", ""))
+    theirs, ours = (
+        flatten_options(dataclasses.asdict(config))
+        for config in (
+            command_line.read_command_line(["train", *words[3:]])[0],
+            load_config("verl_gsm8k"),
+        )
+    )
+    assert {name for name in ours if ours[name] != theirs[name]} == {
+        *("experiment_name", "trainer.save_freq", "data.train_files", "data.val_files"),
+        # Prepared files have the instruction in them, and verl filtered prompts then.
+        *("data.instruction", "data.filter_overlong_prompts"),
+        # Without a dual clip; the first `#### ` counts.
+        *("actor.clip_ratio_c", "reward.terms"),
+    }
+    assert (ours["actor.clip_ratio_c"], ours["reward.terms"]) == (0, "gsm8k[first]:1")
 
 
 def test_a_critic_of_adapters_starts_with_a_new_head_instead_of_the_reward_model():

@@ -1,5 +1,6 @@
 import json
 import random
+import re
 import time
 from fractions import Fraction
 
@@ -11,7 +12,7 @@ from jax_ppo.data.row_formats import parse_row
 from jax_ppo.errors import UserError
 from jax_ppo.rewards import number_rules
 from jax_ppo.rewards.number_rules import (
-    GSM8K_METHODS,
+    CLIP,
     Quantity,
     extract_gsm8k,
     format_quantity,
@@ -49,6 +50,10 @@ ANSWERS = [
 def test_what_is_extracted(text, strict, flexible):
     assert extract_gsm8k(text, "strict") == strict
     assert extract_gsm8k(text, "flexible") == flexible
+    # verl's pattern of 2024, which its published logs were scored by.
+    first = re.search(r"#### (\-?[0-9\.\,]+)", text)
+    assert extract_gsm8k(text, "first") == (first and first[1].replace(",", "") or None)
+    assert extract_gsm8k(f"#### 7 {CLIP * ' so'}{text}", "first") == "7"
 
 
 @pytest.mark.parametrize("answer", ["7", "7.0", "7.", "07", "7.00"])
@@ -134,7 +139,7 @@ def test_rewards_differ_from_verls_only_as_listed(form):
         if ":," not in form and generator.random() < 0.5:
             n = generator.randrange(1, 100)
         text = form.format(n=n, other=n + generator.randrange(1, 999), filler=" word" * 80)
-        for place, method in enumerate(GSM8K_METHODS):
+        for place, method in enumerate(("strict", "flexible")):
             ours, theirs = FORMS[form][2 * place : 2 * place + 2]
             assert score_gsm8k(text, str(n), method).score == ours
             if verl is not None:
@@ -233,7 +238,7 @@ def test_all_notations_of_a_number_are_equal(drawn):
     assert parse_number(one) == parse_number(other) == value
     # Whatever the data say, its one text is a right answer, and a right answer stays one.
     assert parse_number(format_quantity(value)) == value
-    for method in GSM8K_METHODS:
+    for method in number_rules.GSM8K_METHODS:
         assert score_gsm8k(f"so\n#### {format_quantity(value)}", one, method).correct
     assert score_gsm8k(f"so\n#### {other}", one, "flexible").correct
     assert score_gsm8k(f"so it is {format_quantity(value)}.", one, "flexible").correct

@@ -79,10 +79,10 @@ def test_the_built_in_rule_goes_by_the_data_source():
     assert batch.failures == 0
 
 
-def test_strict_and_flexible_are_both_reachable():
+def test_all_methods_are_reachable():
     """Regression: verl#7789."""
-    responses = ["so it is 42"]
-    for terms, score in (("", 0), ("gsm8k:1", 0), ("gsm8k[flexible]:1", 1)):
+    responses = ["#### 42\n#### 5\nso it is 42"]
+    for terms, score in (("", 0), ("gsm8k[first]:1", 1), ("gsm8k[flexible]:1", 1)):
         rule = resolve_reward_function(Reward(terms=terms))
         assert score_batch(rule, [GSM8K], responses).scores == [score]
 

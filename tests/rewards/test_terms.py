@@ -50,7 +50,7 @@ def test_terms_are_parsed():
         ("gsm8k:nan", "is not RULE:WEIGHT"),
         ("gsm8k:1,gsm8k[flexible]:1", "'gsm8k' occurs twice"),
         ("gsm9k:1", "no rule 'gsm9k'.*Did you mean 'gsm8k'"),
-        ("gsm8k[lenient]:1", r"gsm8k\[lenient\]: expected one of strict, flexible"),
+        ("gsm8k[lenient]:1", r"gsm8k\[lenient\]: expected one of strict, first, flexible"),
         ("length:1", r"length\[\]: expected the minimum and maximum"),
         ("length[9:5]:1", r"length\[9:5\]: expected"),
         ("format[<x>]:1", "expected tag names"),
