@@ -44,7 +44,7 @@ def run(side: str, options: dict, seed: int, arguments: argparse.Namespace) -> d
     settings = {"limits": LIMITS, "model": arguments.model, "options": options | {"seed": seed}}
     if side.startswith("ours"):
         settings["options"] |= {"model.path": arguments.model, "model.dtype": "float32"}
-        worker = harness.Worker(side, "ours_addition.py", settings)
+        worker = harness.Worker(side, "ours_sums.py", settings)
     else:
         worker = harness.Worker(side, "trl_grpo.py", settings, arguments.peers, variables=QUIET)
     figures = worker.turn() | {"settings": settings, "versions": worker.versions}

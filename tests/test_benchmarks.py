@@ -108,17 +108,17 @@ def test_the_search_combines_the_best_size_of_each_setting(harness, monkeypatch,
 
 
 def test_a_clock_stands_during_evaluations_and_ends_a_run_at_its_limits(harness, monkeypatch):
-    import addition
+    import clock
 
     now = [0.0]
-    monkeypatch.setattr(addition.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(harness, "cpu_seconds", lambda: 2 * now[0])
 
     def passing(seconds, result=None):
         now[0] += seconds
         return result
 
-    watch = addition.Clock(target=0.5, max_steps=9, max_cpu_seconds=50, first=2)
+    watch = clock.Clock(target=0.5, max_steps=9, max_cpu_seconds=50, first=2)
     passing(10)
     assert not watch.measure(1, pytest.fail)  # before the first evaluation
     passing(5)
@@ -143,10 +143,9 @@ def test_steps_that_compile_count_as_the_median_of_the_others(harness):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("benchmark", ["ppo_step", "decode", "time_to_reward"])
+@pytest.mark.parametrize("benchmark", ["ppo_step", "decode", "time_to_sums"])
 def test_our_side_of_a_benchmark_takes_a_turn(harness, monkeypatch, tmp_path, benchmark):
     """Our workers use the package's parts, which change; peers are not installed here."""
-    monkeypatch.setenv("ADDITION_MAX_STEPS", "1")
     folder = tmp_path / "worker"
     folder.mkdir()
     if benchmark == "ppo_step":
@@ -179,13 +178,18 @@ def test_our_side_of_a_benchmark_takes_a_turn(harness, monkeypatch, tmp_path, be
         worker = harness.Worker("ours", "ours_decode.py", settings | {"side": "ours"})
         assert worker.turn()["tokens"] == 16
     else:
-        import addition
-        import time_to_reward
-
-        if not addition.FOLDER.is_dir():
-            pytest.skip(f"{addition.FOLDER} is missing")
-        (worker,) = time_to_reward.start_workers(["ours, shared trunk"], sys.executable)
-        assert worker.turn()["steps"] == addition.EVAL_EVERY
+        model = harness.DATA / "tinystories-260k"
+        if not model.is_dir():
+            pytest.skip(f"{model} is missing")
+        options = {
+            "model.path": str(model),
+            "data.max_prompt_length": 64,
+            "model.dtype": "float32",
+            "data.val_files": "sums:8:heldout",
+        }
+        limits = {"target": 1.0, "max_steps": 1}
+        worker = harness.Worker("ours", "ours_sums.py", {"options": options, "limits": limits})
+        assert worker.turn()["steps"] == 1
     worker.close()
 
 

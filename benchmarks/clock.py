@@ -1,46 +1,11 @@
-"""The task of time_to_reward.py: two-digit addition, answered least significant digit first.
+"""The clock of runs that end at a held-out accuracy: evaluations do not count."""
 
-Example: "12+34=" -> "640". The splits of the data folder's `tinyadd` and the rule are shared by
-both sides, and the clock by those of time_to_sums.py, too.
-"""
-
-import json
 import math
-import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import harness
-
-FOLDER = harness.DATA / "tinyadd"
-PAD, EOS = 0, 1
-PROMPT, RESPONSE = 6, 4  # tokens: two numbers and two signs; three digits and EOS
-TARGET = 0.9  # greedy held-out accuracy at which the clock stops
-EVAL_EVERY = 5  # steps
-MAX_STEPS = int(os.environ.get("ADDITION_MAX_STEPS", "400"))
-
-
-def splits() -> dict[str, list]:
-    """Load the splits.
-
-    Returns:
-      `vocab`, the symbol of each token id; `train` and `held`, pairs of numbers.
-    """
-    return json.loads((FOLDER / "splits.json").read_text())
-
-
-def prompt(pair: Sequence[int]) -> str:
-    """Return the prompt of a sum."""
-    return f"{pair[0]}+{pair[1]}="
-
-
-def answer(pair: Sequence[int]) -> str:
-    """Return the three digits of the sum, least significant first.
-
-    A correct response is these digits followed by EOS.
-    """
-    return f"{sum(pair):03d}"[::-1]
 
 
 class Clock:
@@ -96,21 +61,18 @@ def until_target(
     step: Callable[[], None],
     wait: Callable[[], None],
     accuracy: Callable[[], float],
-    every: int = EVAL_EVERY,
 ) -> dict:
     """Train until the clock ends the run; return its figures.
 
     Args:
-      clock: Measures before the first step and after every few.
+      clock: Measures before the first step and after each.
       step: Starts the next step.
-      wait: Returns when all started steps are complete.
+      wait: Returns when the step is complete.
       accuracy: Evaluates the held-out sums.
-      every: Steps between evaluations.
     """
     steps = 0
     while not clock.measure(steps, accuracy):
-        for _ in range(every):
-            step()
+        step()
         wait()
-        steps += every
+        steps += 1
     return clock.figures()
