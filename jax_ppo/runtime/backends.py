@@ -107,7 +107,10 @@ def add_gpu_flags() -> None:
 def refused_flags() -> list[str]:
     """Return the flags at which a child process ends, tried once per value of XLA_FLAGS."""
     flags = os.environ.get("XLA_FLAGS", "")
-    if not flags.strip() or os.environ.get(TRIED) == flags:
+    if not flags.strip():
+        os.environ.pop("XLA_FLAGS", None)  # XLA would read blanks as the name of a file
+        return []
+    if os.environ.get(TRIED) == flags:
         return []
     refused: list[str] = []
     # Anything else than a flag may be wrong: then jaxlib reports it when it is used.
