@@ -230,6 +230,8 @@ def main() -> None:
         step, texts = compile_step(config, topology, ours.texts)
     counts = StepCounts(step)
     print(f"{topology}, {counts.architecture.num_layers} layers, per device")
+    if step.mesh.size > 1 and texts.pop("sample", None):
+        print("sample: not counted on several devices, where prefills are not recognized")
     figures = {name: counts.count(name, text) for name, text in texts.items()}
     for name, of_program in figures.items():
         print(f"{name}: " + ", ".join(f"{key} {value:g}" for key, value in of_program.items()))

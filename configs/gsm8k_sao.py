@@ -5,8 +5,9 @@
         --config.critic.path=output/gsm8k_sao-critic/critic
 
 The first command pretrains the critic; without it, train alone and keep critic_warmup. The options
-are those of the paper's experiments in mathematics (Hou et al. 2026, arXiv 2607.07508): 128 prompts
-per step and one optimizer step of the actor. Not run here at this size; its `:smoke` form was.
+are those of the paper (Hou et al. 2026, arXiv 2607.07508), with the numbers of implementations that
+cite it: 128 prompts per step and one optimizer step of the actor. Not run here at this size; its
+`:smoke` form was.
 """
 
 from ml_collections import ConfigDict

@@ -131,8 +131,9 @@ def _decay_factors(
     decay = jnp.maximum(decay_NxBxHxC, STRONGEST_DECAY)
     is_visible = segments_NxBx1xC[..., None] == segments_NxBx1xC[..., None, :]
     is_visible &= jnp.tri(decay.shape[-1], dtype=bool)
-    # Sums of whole numbers are exact: a strong decay does not round the decays after it. Those of
-    # other segments would cancel, but their gradients only up to rounding.
+    # Sums of whole numbers are exact: a strong decay does not round the decays after it. Each sum
+    # is over the token's own segment: the decays of others would cancel in the differences below,
+    # but their gradients only up to rounding.
     whole = jnp.round(decay)
     whole, rest = (
         _einsum("nbij,nbhj->nbhi", 1.0 * is_visible[:, :, 0], x) for x in (whole, decay - whole)

@@ -68,7 +68,7 @@ class SizeChoice:
 
     @property
     def fits(self) -> bool:
-        """Return whether an estimate says so."""
+        """Return whether the sizes fit by the estimate; `False` without one."""
         return 0 < self.sizes.needed <= SHARE * self.available
 
     def smaller(self, needed: int = 0) -> "SizeChoice | None":
@@ -123,7 +123,7 @@ def rank_sizes(
     default_rows: int,
     estimate: Callable[[Mapping[str, Any]], int],
 ) -> list[Sizes]:
-    """Return the values of the options that are `auto`, fastest first; one without any if none is.
+    """Return the values of the options that are `auto`, fastest first; if none is, one empty entry.
 
     Args:
       checkpointing: `model.gradient_checkpointing`.

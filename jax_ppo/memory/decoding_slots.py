@@ -62,7 +62,8 @@ def count_decoding_slots(
     first_slot: float = slot_bytes(1)
     per_slot = (slot_bytes(queue) - first_slot) / (queue - 1) if queue > 1 else first_slot
     left = limit * (1 if wanted else 1 - _RESERVE) - resident - (first_slot - per_slot)
-    slots = min(max(int(left // per_slot), 1), queue)
+    # Every process compiles the same program, or refuses it.
+    slots = min(distributed.allgather_json(min(max(int(left // per_slot), 1), queue)))
     if wanted:
         if slots < min(wanted, queue):
             raise UserError(
@@ -71,8 +72,7 @@ def count_decoding_slots(
         return wanted
     if slots > _MULTIPLE and slots < queue:
         slots -= slots % _MULTIPLE
-    # Every process compiles the same program.
-    return min(distributed.allgather_json(slots))
+    return slots
 
 
 def queue_cache_shapes(
