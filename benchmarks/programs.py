@@ -18,8 +18,9 @@ from jax_ppo.models.attention_kernels import (
     round_row_length,
     select_attention_program,
 )
+from jax_ppo.models.layer_stack import unroll_params
 from jax_ppo.models.quantization import round_parameters
-from jax_ppo.models.transformer import Transformer, unroll_params
+from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import forward_passes, update
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.objectives import UpdateOptions

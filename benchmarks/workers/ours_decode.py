@@ -13,7 +13,8 @@ import workload
 from jax_ppo.config import schema
 from jax_ppo.models import heads
 from jax_ppo.models.hf.load import load_checkpoint, read_architecture
-from jax_ppo.models.transformer import Transformer, unroll_params
+from jax_ppo.models.layer_stack import unroll_params
+from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes
 from jax_ppo.sampler.decode_loop import SamplingOptions, sampler_program
 from jax_ppo.types import Prompts

@@ -8,7 +8,7 @@ ACTIVATIONS = ("silu", "gelu_pytorch_tanh", "gelu")
 
 
 class Block(NamedTuple):
-    """The parameters of a type of layer; `transformer.MODULES` computes it."""
+    """The parameters of a type of layer; `layer_stack.MODULES` computes it."""
 
     norm_parameters: tuple[str, ...]  # names of the parameters of each norm
     mlp_inputs: tuple[str, ...]  # names of the MLP's projections of its input

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_ppo.models.heads import without_part
+from jax_ppo.models.layer_stack import stack_places, unroll_params
 from jax_ppo.models.quantization import quantize_kernels, round_parameters
-from jax_ppo.models.transformer import Transformer, stack_places, unroll_params
+from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.runtime.compiled_programs import CompiledProgram
 from jax_ppo.types import Params

@@ -5,7 +5,7 @@ of queries is not that of head_dim.
 """
 
 import hf_reference as reference
-from jax_ppo.models.transformer import MAX_UNROLLED_LAYERS
+from jax_ppo.models.layer_stack import MAX_UNROLLED_LAYERS
 
 WINDOW = 5
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 9, "sliding_window": WINDOW} | {

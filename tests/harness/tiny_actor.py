@@ -8,7 +8,8 @@ import numpy as np
 
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.transformer import Transformer, unroll_params
+from jax_ppo.models.layer_stack import unroll_params
+from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import sharding
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.decode_loop import SamplingOptions, sampler_program

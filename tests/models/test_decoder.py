@@ -14,14 +14,10 @@ from jax_ppo.kernels.platform import assume_platform
 from jax_ppo.models import cache as cache_module
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.layer_stack import MAX_UNROLLED_LAYERS, REMAT_POLICIES, unroll_params
 from jax_ppo.models.layers import repeat_in_backward
 from jax_ppo.models.quantization import round_parameters
-from jax_ppo.models.transformer import (
-    MAX_UNROLLED_LAYERS,
-    REMAT_POLICIES,
-    Transformer,
-    unroll_params,
-)
+from jax_ppo.models.transformer import Transformer
 
 B, T = 2, 12
 ARCHITECTURE = Architecture(

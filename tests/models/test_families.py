@@ -30,7 +30,8 @@ from jax_ppo.models.hf.families import FAMILIES
 from jax_ppo.models.hf.load import load_checkpoint, read_architecture
 from jax_ppo.models.hf.names import tensor_table
 from jax_ppo.models.hf.save import export_checkpoint
-from jax_ppo.models.transformer import Transformer, unroll_params
+from jax_ppo.models.layer_stack import unroll_params
+from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import placement, sharding
 from jax_ppo.sampler.decode_loop import SamplingOptions, sampler_program
 from jax_ppo.types import Prompts

@@ -24,9 +24,10 @@ from jax_ppo.models.hf.config import from_hf_config, text_config
 from jax_ppo.models.hf.load import describe_unread_parts
 from jax_ppo.models.hf.peft import peft_obstacle
 from jax_ppo.models.hf.save import export_checkpoint
+from jax_ppo.models.layer_stack import unroll_params
 from jax_ppo.models.lora import Lora, init_adapters, join_params
 from jax_ppo.models.quantization import quantize_kernels, round_parameters
-from jax_ppo.models.transformer import Transformer, unroll_params
+from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.meshes import validate_architecture
 from jax_ppo.sampler.engine import SamplingOptions

@@ -26,9 +26,10 @@ from jax_ppo.models.hf.peft import (
 )
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.hf.weight_files import merge_adapters
+from jax_ppo.models.layer_stack import unroll_params
 from jax_ppo.models.layers import Dense
 from jax_ppo.models.lora import Lora, init_adapters, join_params, merge_kernel
-from jax_ppo.models.transformer import Transformer, unroll_params
+from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import sharding
 
 ARCHITECTURE = dataclasses.replace(tiny.ARCHITECTURE, num_layers=2)

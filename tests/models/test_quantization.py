@@ -11,8 +11,9 @@ import tiny
 from jax_ppo.config.schema import MeshShape
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.layer_stack import unroll_params
 from jax_ppo.models.quantization import quantize_kernels
-from jax_ppo.models.transformer import Transformer, unroll_params
+from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.meshes import make_mesh
 from jax_ppo.sampler.decode_loop import sampler_program
 from jax_ppo.sampler.decoding_weights import shape_decoding_weights

@@ -24,10 +24,11 @@ from jax_ppo.models.hf.config import from_hf_config
 from jax_ppo.models.hf.load import describe_unread_parts, load_checkpoint, read_architecture
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.hf.weight_files import merge_adapters
+from jax_ppo.models.layer_stack import MAX_UNROLLED_LAYERS
 from jax_ppo.models.lora import Lora
 from jax_ppo.models.quantization import quantize_kernels
 from jax_ppo.models.recurrent_layers import convolve, last_inputs
-from jax_ppo.models.transformer import MAX_UNROLLED_LAYERS, Transformer
+from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.meshes import validate_architecture
 from jax_ppo.sampler.engine import SamplingOptions

@@ -22,9 +22,10 @@ from jax_ppo.models import heads
 from jax_ppo.models.hf.config import from_hf_config, text_config
 from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.models.hf.load import describe_unread_parts
+from jax_ppo.models.layer_stack import unroll_params
 from jax_ppo.models.lora import Lora
 from jax_ppo.models.rope import inverse_frequencies
-from jax_ppo.models.transformer import Transformer, unroll_params
+from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.meshes import validate_architecture
 from jax_ppo.runtime.parallelism.vocabulary import embedding_layouts

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 import tiny
+from jax_ppo.models.layer_stack import unroll_params
 from jax_ppo.models.lora import merge_kernel
-from jax_ppo.models.transformer import Transformer, unroll_params
+from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import forward_passes
 from jax_ppo.sampler.decode_loop import SamplingOptions, sampler_program
 from jax_ppo.training.networks import Folders, full_parameters

@@ -14,9 +14,10 @@ from answering import Answering
 from jax_ppo.config.loading import load_config
 from jax_ppo.errors import UserError
 from jax_ppo.models.experts import ExpertMLP
+from jax_ppo.models.layer_stack import unroll_params
 from jax_ppo.models.layers import apply_gate
 from jax_ppo.models.quantization import quantize_kernels
-from jax_ppo.models.transformer import Transformer, unroll_params
+from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import forward_passes
 from jax_ppo.run import ppo_training
 from jax_ppo.sampler.decode_loop import sampler_program

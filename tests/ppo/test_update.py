@@ -12,7 +12,8 @@ import pytest
 import tiny
 from jax_ppo.errors import UserError
 from jax_ppo.models import heads
-from jax_ppo.models.transformer import Transformer, unroll_params
+from jax_ppo.models.layer_stack import unroll_params
+from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import forward_passes
 from jax_ppo.runtime import compiled_programs
 from jax_ppo.sampler.decode_loop import SamplingOptions, sampler_program

@@ -12,7 +12,8 @@ import pytest
 
 from jax_ppo.models import cache, heads
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.transformer import Transformer, unroll_params
+from jax_ppo.models.layer_stack import unroll_params
+from jax_ppo.models.transformer import Transformer
 from jax_ppo.sampler import decode_loop, sampling
 from jax_ppo.sampler import slots as slots_lib
 from jax_ppo.sampler.slots import DecodeState
