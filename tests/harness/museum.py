@@ -1781,6 +1781,14 @@ DIALOGUES = [
         ),
     ),
     Exhibit(
+        name="the_critic_learns_the_last_turn_alone",
+        source="oat#67: a critic of several turns saw one stale state in every mini-batch",
+        test="tests/run/test_two_turns.py::test_returns_average_to_the_values_of_the_policys_states",
+        where="select_tokens",
+        old="loss & starts if values_turns else None",
+        new="loss & (jnp.cumsum(starts, 1) == jnp.sum(starts, 1, keepdims=True))",
+    ),
+    Exhibit(
         name="the_kl_counts_observations",
         source="Search-R1#21: the reported KL included the tokens of search results",
         test="tests/run/test_two_turns.py::test_the_measured_kl_is_that_of_the_policys_own_tokens",

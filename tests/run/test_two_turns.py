@@ -136,6 +136,8 @@ def test_returns_average_to_the_values_of_the_policys_states(experience):
     for state in range(V * ANSWERS):
         chance = weights * (STATE == state)
         np.testing.assert_allclose(chance @ returns[:, 3], chance @ second, atol=1e-6)
+    # Both states are learned.
+    assert experience.value_mask is None or experience.value_mask[MASK].all()
     # No target, advantage or KL lies on the environment's tokens.
     assert not returns[:, 1:3].any() and not np.asarray(experience.advantages)[:, 1:3].any()
 
