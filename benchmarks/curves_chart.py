@@ -1,7 +1,6 @@
-"""Draw docs/sums_curves.png from the runs of smollm2_sums: `python benchmarks/sums_chart.py`.
+"""Draw docs/sums_curves.png and docs/gsm8k_curves.png: `python benchmarks/curves_chart.py`.
 
-benchmarks/results/smollm2_sums.csv holds metrics of every step; those after step 0, 4 and 8 include
-an evaluation.
+The files in benchmarks/results/ hold metrics of every step; a few steps include an evaluation.
 """
 
 import csv
@@ -11,28 +10,39 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "smollm2_sums.csv"
-PANELS = {
-    "eval/accuracy": "accuracy, greedy, 128 held-out sums",
-    "reward/mean": "mean reward of the samples, temperature 1",
+SAMPLES = "mean reward of the samples, temperature 1"
+# Each chart's file in benchmarks/results/, and its metrics with their titles.
+CHARTS = {
+    "sums": (
+        "smollm2_sums.csv",
+        {"eval/accuracy": "accuracy, greedy, 128 held-out sums", "reward/mean": SAMPLES},
+    ),
+    "gsm8k": (
+        "gsm8k_h200.csv",
+        {
+            "eval/accuracy": "accuracy, greedy, 256 test questions",
+            "reward/mean": SAMPLES,
+            "critic/explained_variance": "share of the variance that the critic explains",
+        },
+    ),
 }
 STYLES = {"all weights": "-", "LoRA": "--"}
 
 
-def read_curves(metric: str) -> dict[tuple[str, str], list[tuple[int, float]]]:
+def read_curves(file: str, metric: str) -> dict[tuple[str, str], list[tuple[int, float]]]:
     """Return (step, value) of a metric for each (what was trained, seed)."""
     curves: dict[tuple[str, str], list[tuple[int, float]]] = {}
-    with RESULTS.open(newline="") as file:
-        for row in csv.DictReader(file):
+    with (ROOT / "benchmarks" / "results" / file).open(newline="") as lines:
+        for row in csv.DictReader(lines):
             if row[metric]:
-                points = curves.setdefault((row["trained"], row["seed"]), [])
-                points.append((int(row["step"]), float(row[metric])))
+                name = (row.get("trained", "all weights"), row.get("seed", "0"))
+                curves.setdefault(name, []).append((int(row["step"]), float(row[metric])))
     return curves
 
 
-def draw_panel(axes: Axes, metric: str) -> None:
+def draw_panel(axes: Axes, file: str, metric: str) -> None:
     """Draw one metric of all runs."""
-    for (trained, seed), points in read_curves(metric).items():
+    for (trained, seed), points in read_curves(file, metric).items():
         axes.plot(
             *zip(*points, strict=True),
             STYLES[trained],
@@ -41,19 +51,24 @@ def draw_panel(axes: Axes, metric: str) -> None:
             markersize=3,
             label=f"{trained}, seed {seed}",
         )
-    axes.set(title=PANELS[metric], xlabel="step", ylim=(0, 1))
-    axes.title.set_fontsize(9)
     axes.grid(alpha=0.3)
 
 
-def draw_chart(path: Path) -> None:
+def draw_chart(chart: str, path: Path) -> None:
     """Draw one panel per metric and save the chart as a PNG file."""
-    figure = Figure(figsize=(8, 2.8), layout="constrained")
-    for axes, metric in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
-        draw_panel(axes, metric)
-    axes.legend(frameon=False, fontsize=8)
+    file, panels = CHARTS[chart]
+    figure = Figure(figsize=(4 * len(panels), 2.8), layout="constrained")
+    grid = figure.subplots(1, len(panels), sharex=True, sharey=True)
+    for axes, (metric, title) in zip(grid, panels.items(), strict=True):
+        draw_panel(axes, file, metric)
+        axes.set_xlabel("step")
+        axes.set_title(title, fontsize=9)
+    grid[0].set_ylim(bottom=0)
+    if chart == "sums":
+        grid[-1].legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=90)
 
 
 if __name__ == "__main__":
-    draw_chart(ROOT / "docs" / "sums_curves.png")
+    for chart in CHARTS:
+        draw_chart(chart, ROOT / "docs" / f"{chart}_curves.png")

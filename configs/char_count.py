@@ -8,13 +8,14 @@ with 8 responses each, mini-batches of 16 prompts, a learning rate of 1e-6, no K
 steps; the reward is 1 for the right number in \boxed{}. The recipe uses GRPO; this file adds a
 critic. For GRPO:
 
-    python -m jax_ppo.train --config=char_count --config.algorithm.adv_estimator=grpo
+    python -m jax_ppo.train --config=char_count --config.algorithm.adv_estimator=grpo \
+        --workdir=output/char_count-grpo
 
 A response ends with its box, at most 107 tokens here; the recipe goes on to 128. For two cores:
 
     python -m jax_ppo.train --config=char_count --config.data.train_batch_size=64 \
         --config.rollout.n=1 --config.actor.optim.lr=1e-5 --config.critic.optim.lr=5e-5 \
-        --config.data.val_max_samples=256
+        --config.data.val_max_samples=256 --workdir=output/char_count-small
 """
 
 from ml_collections import ConfigDict

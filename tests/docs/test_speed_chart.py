@@ -4,6 +4,8 @@ import importlib.util
 import json
 import re
 
+import pytest
+
 import doc_pages
 
 
@@ -16,7 +18,7 @@ def load_script(name: str):
     return script
 
 
-speed_chart, sums_chart = load_script("speed_chart"), load_script("sums_chart")
+speed_chart, curves_chart = load_script("speed_chart"), load_script("curves_chart")
 
 
 def medians(name: str) -> dict[str, float]:
@@ -69,14 +71,20 @@ def test_the_benchmarks_page_quotes_ratios_of_the_medians():
     assert f"| TRL 1.12.0, with a reward model | {trl} |" in text
 
 
-def test_the_results_page_quotes_the_accuracies_of_the_sums(tmp_path):
-    runs = sums_chart.read_curves("eval/accuracy")
+def test_the_results_page_quotes_the_accuracies_of_its_charts(tmp_path):
     text = (doc_pages.ROOT / "docs" / "results.md").read_text()
-    for row, step in (("accuracy before", 0), ("after 4 steps", 4), ("after 8 steps", 8)):
-        quoted = re.search(rf"^\| {row} \|(.*)\|$", text, re.MULTILINE)[1].split("|")
-        stored = [dict(points)[step] for points in runs.values()]
-        assert len(quoted) == len(stored)
-        for said, value in zip(quoted, stored, strict=True):
-            assert abs(float(said) - value) < 0.001
-    sums_chart.draw_chart(tmp_path / "sums.png")
-    assert (tmp_path / "sums.png").stat().st_size > 10_000
+    for chart, trained, row in (
+        ("sums", "all weights", r"sums\]\(#two-digit-sums\) \| SmolLM2-135M"),
+        ("sums", "LoRA", r"the same, adapters \| SmolLM2-135M"),
+        ("gsm8k", "all weights", r"Qwen2.5-Coder-0.5B"),
+    ):
+        runs = curves_chart.read_curves(curves_chart.CHARTS[chart][0], "eval/accuracy")
+        curves = [points for (name, _), points in runs.items() if name == trained]
+        quoted = re.search(rf"{row} \| (\S+) \| (\S+) \|", text).groups()
+        for said, place in zip(quoted, (0, -1), strict=True):
+            values = sorted(points[place][1] for points in curves)
+            low, _, high = said.partition("-")
+            assert float(low) == pytest.approx(values[0], abs=1e-3)
+            assert float(high or low) == pytest.approx(values[-1], abs=1e-3)
+        curves_chart.draw_chart(chart, tmp_path / "curves.png")
+        assert (tmp_path / "curves.png").stat().st_size > 10_000
