@@ -56,6 +56,18 @@ def test_the_readme_quotes_the_medians():
     for side, figures in expected.items():
         low, high = re.search(rf"{side} ([\d.]+) (?:to|and) ([\d.]+)", quoted).groups()
         assert (low, high) == (f"{min(figures):.2f}", f"{max(figures):.2f}"), side
+    results = doc_pages.ROOT / "benchmarks" / "results" / "time_to_sums.json"
+    runs = json.loads(results.read_text())["runs"]
+    sums = {name: [run["cpu_seconds"] for run in own] for name, own in runs.items()}
+    assert {len(seconds) for seconds in sums.values()} == {3}
+    bars = {label: figures for label, *figures in speed_chart.read_sums()}
+    for side, label, word in (
+        ("ours, PPO", "jax_ppo, PPO", "sums: PPO"),
+        ("ours, GRPO", "jax_ppo, GRPO", ", GRPO"),
+        ("TRL, GRPO", "TRL 1.12.0, GRPO", "TRL's GRPO"),
+    ):
+        low, median, high = sorted(sums[side])
+        assert bars[label] == [median, low, high] and f"{word} {median:.0f}" in quoted
 
 
 def test_the_benchmarks_page_quotes_ratios_of_the_medians():
