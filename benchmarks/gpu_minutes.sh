@@ -8,10 +8,13 @@
 #   benchmarks/gpu_minutes.sh MODEL DATA OUT SECONDS [--config.OPTION=VALUE ...]
 # MODEL is a Hugging Face folder of Qwen2.5-0.5B, or a folder with pieces/ and base/ as
 # quantized_model.py takes them. DATA holds GSM8K's train.jsonl and test.jsonl. OUT gets a text for
-# each part, the trace, and what is measured after each variant and step: an early end loses little.
-# Environment: PARTS (a,b,c,d,e), PART_SECONDS of all but d (180), CACHE (a folder of compiled
-# programs and measured variants, which later calls continue), PYTHON, TEST_PLATFORMS (cuda,cpu).
+# each part, the trace, d's work directory, and each variant's figures when it ends.
+# Environment: PARTS (a,b,c,d,e), PART_SECONDS of all but d (180), PYTHON, TEST_PLATFORMS
+# (cuda,cpu), CACHE, a folder of compiled programs and of what was measured: a later call with the
+# same device, versions, commit and options measures only what is missing, and d again.
 set -uo pipefail
+[ $# -ge 4 ] || { sed -n '2,/^set/s/^# //p' "$0"; exit 2; }
+ls -d "$1" "$2"/{train,test}.jsonl > /dev/null || exit 2
 mkdir -p "$3" "${CACHE:=$HOME/.cache/jax_ppo/gpu_minutes}"
 model=$(realpath "$1") data=$(realpath "$2") out=$(realpath "$3") cache=$(realpath "$CACHE")
 end=$((SECONDS + $4)) python=${PYTHON:-python3} parts=,${PARTS:-a,b,c,d,e},
@@ -20,69 +23,87 @@ cd "$(dirname "$0")/.." || exit 1
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 export JAX_COMPILATION_CACHE_DIR=$cache/compiled
 if [ -d "$model/pieces" ]; then
-    [ -d "$cache/model" ] || "$python" benchmarks/quantized_model.py unpack \
-        "$model/pieces" "$model/base" "$cache/model" || exit 1
-    model=$cache/model
+    pieces=$model/pieces base=$model/base model=$cache/model
+    if [ ! -d "$model" ]; then
+        "$python" benchmarks/quantized_model.py unpack "$pieces" "$base" "$model.part" || exit 1
+        mv "$model.part" "$model"
+    fi
 fi
 words=(--config=configs/gsm8k.py --config.model.path="$model"
     --config.data.train_files="$data/train.jsonl" --config.data.val_files="$data/test.jsonl" "$@")
-rows=--config.actor.ppo_micro_batch_size_per_device checkpointing=--config.model.gradient_checkpointing
-command_buffers=XLA_FLAGS=--xla_gpu_enable_command_buffer
-variants=("" "$rows=16" "$checkpointing=True" --config.rollout.reuse_logprobs=always
-    "$command_buffers=+WHILE" "$rows=32" "$command_buffers=" --config.model.attention=xla
-    --config.rollout.max_num_seqs=128 "$checkpointing=False")
-results=$out/variants.tsv
-touch "$cache/variants.tsv" && cp "$cache/variants.tsv" "$results"
-device=$(nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader)
-versions=$("$python" -c 'import sys, jax, flax, optax; print(sys.version.split()[0], *(m.__name__ + " " + m.__version__ for m in (jax, flax, optax)))')
+{ read -r versions && mapfile -t flags; } < <("$python" -c '
+import sys, jax, flax, optax
+from jax_ppo.runtime.xla_flags import GPU_VARIANTS
+print(sys.version.split()[0], *(m.__name__ + " " + m.__version__ for m in (jax, flax, optax)))
+print(*GPU_VARIANTS, sep="\n")') || exit 1
+rows=--config.actor.ppo_micro_batch_size_per_device
+checkpointing=--config.model.gradient_checkpointing
+variants=("" "$rows=16" "$checkpointing=True" --config.rollout.reuse_logprobs=always "$rows=32"
+    "${flags[@]/#/XLA_FLAGS=}" --config.model.attention=xla --config.rollout.max_num_seqs=128
+    "$checkpointing=False")
+device=$(nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader 2> /dev/null)
+header="${device:-no NVIDIA GPU}, $versions, commit $(git describe --always --dirty 2> /dev/null)"
+kept=$cache/$(cksum <<< "$header ${words[*]}" | cut -d ' ' -f 1) results=$out/variants.tsv
+mkdir -p "$kept" && touch "$kept/variants.tsv" && cp "$kept"/* "$out" || exit 1
 
-begin() {  # PART SECONDS: fails if the part is not wanted
+begin() {  # PART SECONDS: fails if the part is not wanted, or was measured before
     [[ $parts == *,$1,* ]] || return 1
-    part=$1 part_end=$((SECONDS + $2))
-    echo "$device, $versions" > "$out/$part.txt"
+    part=$1 part_end=$((SECONDS + $2)) variant=
+    if [ -e "$kept/$part.txt" ]; then echo "part $part: measured before"; return 1; fi
+    echo "$header" > "$out/$part.txt"
 }
-run() {  # COMMAND...: until the part's time is up
-    local limit=$(((part_end < end ? part_end : end) - SECONDS)) begun=$SECONDS
-    if [ "$limit" -le 0 ]; then echo "part $part: no time for $variant $*"; return; fi
-    timeout --signal=KILL "$limit" "$@" >> "$out/$part.txt" 2>&1 < /dev/null
-    echo "part $part $variant: code $? after $((SECONDS - begun)) s (137: the time was up)"
+run() {  # COMMAND...: until the part's time is up, or this script ends
+    local begun=$SECONDS limit=$((part_end < end ? part_end : end)) up=
+    code=137
+    if [ "$begun" -ge "$limit" ]; then echo "part $part: no time for $variant"; return; fi
+    "$python" benchmarks/end_with_parent.py $$ "$@" >> "$out/$part.txt" 2>&1 < /dev/null &
+    while kill -0 $! 2> /dev/null && [ "$SECONDS" -lt "$limit" ]; do sleep 0.2; done
+    if kill -KILL $! 2> /dev/null; then up=", its time was up"; fi
+    wait $! 2> /dev/null
+    code=$?
+    echo "part $part $variant: code $code after $((SECONDS - begun)) s$up"
     tail -n 3 "$out/$part.txt"
-    cp "$results" "$cache/"
+    cp "$results" "$kept/"
 }
 measure() {  # COMMAND...: with the option or flag of `variant`
     local option=("$variant") flags=${XLA_FLAGS:-}
     if [[ $variant != --* ]]; then option=() flags=${flags:+$flags }${variant#XLA_FLAGS=}; fi
     XLA_FLAGS=$flags VARIANT=$variant run "$@" "${words[@]}" "${option[@]}"
 }
+keep() {  # the results of a part that has ended well
+    [ "$code" != 0 ] || cp "$out/$part".* "$kept/"
+}
 
-variant=
-if begin a "${PART_SECONDS:=180}"; then measure "$python" benchmarks/gpu_parts.py profile "$out"; fi
+if begin a "${PART_SECONDS:=180}"; then
+    measure "$python" benchmarks/gpu_parts.py profile "$out"
+    keep
+fi
 if begin b "$PART_SECONDS"; then
     for variant in "${variants[@]}"; do
-        if ! cut -f 2 "$results" | grep -qxFe "$variant"; then
-            measure "$python" benchmarks/gpu_parts.py step "$out"
+        if cut -f 2 "$results" | grep -qxFe "$variant"; then continue; fi
+        measure "$python" benchmarks/gpu_parts.py step "$out"
+        # What fails where others do not is not tried again.
+        if [[ $code != @(0|137) && -s $results ]]; then
+            printf 'inf\t%s\tcode %s\n' "$variant" "$code" >> "$results"
+            cp "$results" "$kept/"
         fi
     done
     sort -g "$results" | cut -f 1,2 | tee -a "$out/b.txt"
 fi
-variant=
-if begin c "$PART_SECONDS"; then measure "$python" benchmarks/gpu_parts.py ratios "$out"; fi
+if begin c "$PART_SECONDS"; then
+    measure "$python" benchmarks/gpu_parts.py ratios "$out"
+    keep
+fi
 tests=100  # seconds, most of them to compile
-[[ $parts == *,e,* ]] || tests=0
+if [[ $parts != *,e,* || -e $kept/e.txt ]]; then tests=0; fi
 if begin d $((end - SECONDS - tests)); then
     variant=$(sort -g "$results" | head -n 1 | cut -f 2)
-    work=$(mktemp -d)
-    measure "$python" -m jax_ppo.train --workdir="$work" \
-        --config.trainer.save_freq=0 --config.trainer.export=False &
-    while kill -0 $! 2> /dev/null; do
-        sleep 2
-        cp "$work/training_metrics.csv" "$out/d.csv" 2> /dev/null
-    done
-    wait
-    rm -rf "$work"
+    rm -rf "$out/d"
+    measure "$python" -m jax_ppo.train --workdir="$out/d" \
+        --config.trainer.save_freq=0 --config.trainer.export=False
 fi
-variant=
 if begin e "$tests"; then
     XLA_FLAGS='' JAX_PLATFORMS=${TEST_PLATFORMS:-cuda,cpu} run \
         "$python" -m pytest -q -p no:cacheprovider tests/models/test_gpu.py
+    keep
 fi

@@ -40,7 +40,7 @@ RUN = (
     f"trainer.total_training_steps={STEPS} trainer.save_freq=0 trainer.export=False data.val_files="
 )
 METRICS = ("seconds/", "tokens_per_second", "perf/mfu", "memory/")
-TRACE = "step.xplane.pb.gz"
+TRACE = "a.xplane.pb.gz"
 ONLY_POLICY = {"old_logprobs": True, "reference": False, "full_kl": False, "values": False}
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from jax_ppo.runtime import xla_flags
 from waiting import is_running, wait_until
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -351,3 +352,41 @@ def test_a_trace_is_read_by_program_without_counting_time_twice(harness):
     lines = [SimpleNamespace(name=x, events=[event(*y) for y in TRACE[x]]) for x in TRACE]
     kernels = gpu_parts.read_kernels(SimpleNamespace(planes=[SimpleNamespace(lines=lines)]))
     assert "\n".join(gpu_parts.summarize_kernels(kernels, longest=2)) == SUMMARY
+
+
+# Stands in for Python: a part takes no time, and one variant fails.
+PYTHON = """\
+#!/bin/bash
+if [[ $1 == -c || $1 == *end_with_parent.py ]]; then exec "$REAL" "$@"; fi
+echo "$2 ${VARIANT:-}" >> "$LOG"
+if [[ $VARIANT == *attention* ]]; then exit 3; fi
+if [[ $2 != step && $2 != profile ]]; then exit; fi
+printf '2\\t%s\\n' "$VARIANT" >> "$3/variants.tsv"
+"""
+
+
+def test_a_call_on_a_gpu_measures_what_earlier_ones_did_not(tmp_path):
+    """Each flag of the table is a variant; one that fails is not tried again."""
+    for name in ("train.jsonl", "test.jsonl", "python"):
+        (tmp_path / name).write_text(PYTHON)
+    (tmp_path / "python").chmod(0o755)
+    names = {"PYTHON": "python", "CACHE": "cache", "LOG": "log"}
+    variables = {name: str(tmp_path / file) for name, file in names.items()}
+    script, log = ROOT / "benchmarks" / "gpu_minutes.sh", tmp_path / "log"
+
+    def call(parts):
+        log.write_text("")
+        environment = os.environ | variables | {"REAL": sys.executable, "PARTS": parts}
+        command = [script, tmp_path, tmp_path, tmp_path / "out", "500"]
+        subprocess.run(command, check=True, env=environment)
+        return [line.split(" ", 1) for line in log.read_text().splitlines()]
+
+    (first, *others) = call("a,b")
+    assert first == ["profile", ""] and ["step", ""] not in others
+    flags = [x.removeprefix("XLA_FLAGS=") for _, x in others if x.startswith("XLA_FLAGS=")]
+    assert flags == [*xla_flags.GPU_VARIANTS]
+    assert [x for x, _ in call("a,b,c,d,e")] == ["ratios", "jax_ppo.train", "pytest"]
+    assert [x for x, _ in call("a,b,c,d,e")] == ["jax_ppo.train"]
+    lines = (tmp_path / "out" / "variants.tsv").read_text().splitlines()
+    assert len(lines) == len(others) + 1
+    assert "inf\t--config.model.attention=xla\tcode 3" in lines
