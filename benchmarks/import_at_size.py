@@ -11,7 +11,7 @@ are compared bit by bit with the files. Takes a few minutes; writes results/impo
 """
 
 import argparse
-import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -21,36 +21,49 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import harness
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-if TYPE_CHECKING:
-    from jax_ppo.models.architecture import Architecture
+from jax_ppo.config import schema
+from jax_ppo.models import heads
+from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.hf import config_export
+from jax_ppo.models.hf.files import SafetensorsCheckpoint, write_safetensors
+from jax_ppo.models.hf.load import load_checkpoint, read_architecture
+from jax_ppo.models.hf.model_folders import INDEX_FILE
+from jax_ppo.models.hf.names import tensor_table
+from jax_ppo.models.hf.tensors import flatten_like
+from jax_ppo.models.hf.weight_files import GIB
+from jax_ppo.models.transformer import Transformer
+from jax_ppo.runtime import meshes, sharding
 
 GB = 1e9
 
 
-def qwen_7b(layers: int) -> "Architecture":
+def qwen_7b(layers: int) -> Architecture:
     """Return Qwen2.5-7B's architecture with this number of layers."""
-    import programs
-
-    sizes = programs.qwen2(
-        layers=layers, hidden=3584, vocabulary=152064, query_heads=28, kv_heads=4, mlp=18944
+    return Architecture(
+        family="qwen2",
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_layers=layers,
+        num_heads=28,
+        num_kv_heads=4,
+        head_dim=128,
+        qkv_bias=True,
+        max_position_embeddings=32768,
+        tied=False,
     )
-    return dataclasses.replace(sizes, head_dim=128)
 
 
 def write_checkpoint(folder: Path, layers: int) -> None:
     """Write a random checkpoint in files of at most 4 GiB, as an export does."""
-    from jax_ppo.models.hf import config_export
-    from jax_ppo.models.hf.files import write_safetensors
-    from jax_ppo.models.hf.model_folders import INDEX_FILE
-    from jax_ppo.models.hf.names import tensor_table
-    from jax_ppo.models.hf.weight_files import GIB
-
     architecture = qwen_7b(layers)
     block = np.random.default_rng(0).normal(0, 0.02, 1 << 22).astype(ml_dtypes.bfloat16)
     rows = {
@@ -118,20 +131,6 @@ def memory_in_use() -> tuple[int, int]:
 
 def measure_import(folder: Path, devices: int) -> dict:
     """Load the checkpoint as a run does and return the measurements."""
-    import functools
-
-    import jax
-    import jax.numpy as jnp
-
-    from jax_ppo.config import schema
-    from jax_ppo.models import heads
-    from jax_ppo.models.hf.files import SafetensorsCheckpoint
-    from jax_ppo.models.hf.load import load_checkpoint, read_architecture
-    from jax_ppo.models.hf.names import tensor_table
-    from jax_ppo.models.hf.tensors import flatten_like
-    from jax_ppo.models.transformer import Transformer
-    from jax_ppo.runtime import meshes, sharding
-
     mesh = meshes.make_mesh(schema.MeshShape(data=1, fsdp=devices))
     architecture = read_architecture(folder)
     shapes = jax.eval_shape(

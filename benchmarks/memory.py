@@ -12,17 +12,28 @@ results/memory.json.
 """
 
 import argparse
+import itertools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
 
 import harness
 import jax
 import jax.numpy as jnp
-import programs
+import workload
 
+from jax_ppo import load_config
 from jax_ppo.kernels import logprobs
 from jax_ppo.kernels.vocabulary_chunks import LogitOptions
+from jax_ppo.memory.abstract_step import build_abstract_step
+from jax_ppo.ppo.programs import take_step_on_shapes
+from jax_ppo.runtime import meshes, sharding
+from jax_ppo.runtime.compiled_programs import run_on_shapes
 
 MIB = 2**20
 ROW = 512  # tokens
+PROGRAMS = {"forward_policy": "score", "update_actor": "update"}
 
 
 def whole_logits(
@@ -46,18 +57,44 @@ def whole_logits(
     return jnp.where(mask_GxN, logprobs_GxN, 0.0), masked_entropy_GxN
 
 
-def temporary_bytes(program: str, args: argparse.Namespace, vocabulary: int, rows: int) -> int:
-    """Return the temporary bytes of a program whose micro-batches have `rows` rows."""
-    step = programs.Step(
-        programs.qwen2(args.layers, 896, vocabulary, tied=True, kv_heads=2),
-        samples=16,
-        prompt=ROW // 2,
-        response=ROW // 2,
-        rows=rows,
-        dtype=args.dtype,
-        remat=True,
-    )
-    return step.lower(program).compile().memory_analysis().temp_size_in_bytes
+def temporary_bytes(args: argparse.Namespace, vocabulary: int, rows: int) -> dict[str, int]:
+    """Return the temporary bytes of the programs whose micro-batches have `rows` rows."""
+    shape = {"tie_word_embeddings": True, "num_key_value_heads": 2}
+    model = workload.config(args.layers, 896, vocabulary, **shape)
+    found = {}
+
+    def compile_program(name: str, lowered: jax.stages.Lowered, arguments: tuple[Any, ...]) -> Any:
+        if name in PROGRAMS:
+            analysis = lowered.compile().memory_analysis()
+            found[PROGRAMS[name]] = analysis.temp_size_in_bytes
+        place = sharding.replicated(mesh)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), lowered.out_info
+        )
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(model))
+        config = load_config(
+            None,
+            {
+                "model.path": folder,
+                "model.dtype": args.dtype,
+                "model.gradient_checkpointing": True,
+                "data.train_files": "-",
+                "data.train_batch_size": 16,
+                "data.max_prompt_length": ROW // 2,
+                "data.max_response_length": ROW // 2,
+                "actor.ppo_mini_batch_size": 16,
+                "actor.ppo_micro_batch_size_per_device": rows,
+                "rollout.logprob_micro_batch_size_per_device": rows,
+                "algorithm.adv_estimator": "reinforce_plus_plus",
+            },
+        )
+        mesh = meshes.make_mesh(config.mesh, jax.devices()[:1])
+        with jax.set_mesh(mesh), run_on_shapes(compile_program):
+            step = build_abstract_step(config, mesh)
+            take_step_on_shapes(step, step.state, step.batches())
+    return found
 
 
 def main() -> None:
@@ -76,20 +113,21 @@ def main() -> None:
         f"{'program':8s} {'V':>7s} {'T':>5s} {'ours MiB':>9s} "
         f"{'whole logits MiB':>17s} {'ratio':>8s}"
     )
-    for program in ("score", "update"):
-        for vocabulary in args.vocabularies:
-            for rows in args.rows:
-                row = {"program": program, "vocabulary": vocabulary, "tokens": rows * ROW}
-                for name, function in (("ours", ours), ("whole_logits", whole_logits)):
-                    logprobs.token_logprobs = function
-                    jax.clear_caches()
-                    row[name] = temporary_bytes(program, args, vocabulary, rows)
-                measurements.append(row)
-                print(
-                    f"{program:8s} {vocabulary:7,d} {row['tokens']:5,d} {row['ours'] / MIB:9,.0f} "
-                    f"{row['whole_logits'] / MIB:17,.0f} {row['ours'] / row['whole_logits']:8.0%}",
-                    flush=True,
-                )
+    for vocabulary, rows in itertools.product(args.vocabularies, args.rows):
+        found = {}
+        for name, function in (("ours", ours), ("whole_logits", whole_logits)):
+            logprobs.token_logprobs = function
+            jax.clear_caches()
+            found[name] = temporary_bytes(args, vocabulary, rows)
+        for program in PROGRAMS.values():
+            row = {"program": program, "vocabulary": vocabulary, "tokens": rows * ROW}
+            row |= {name: of_side[program] for name, of_side in found.items()}
+            measurements.append(row)
+            print(
+                f"{program:8s} {vocabulary:7,d} {row['tokens']:5,d} {row['ours'] / MIB:9,.0f} "
+                f"{row['whole_logits'] / MIB:17,.0f} {row['ours'] / row['whole_logits']:8.0%}",
+                flush=True,
+            )
     logprobs.token_logprobs = ours
     per_token = slopes(measurements, min(args.rows) * ROW, max(args.rows) * ROW)
     for line in per_token:

@@ -194,22 +194,6 @@ def test_our_side_of_a_benchmark_takes_a_turn(harness, monkeypatch, tmp_path, be
     worker.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("program", ["sample", "score", "score critic", "update", "update critic"])
-def test_a_tpus_programs_are_lowered_where_there_is_none(monkeypatch, program):
-    """They use a TPU's choice of attention; `python -m jax_ppo.plan` compiles them."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import programs
-
-    monkeypatch.setattr(programs.Step, "platform", "tpu")
-    step = programs.Step(
-        programs.qwen2(layers=2, hidden=128, vocabulary=64), samples=8, dtype="bfloat16"
-    )
-    assert (step.nets.actor.attention, step.decoder.decoding) == ("splash", "tpu")
-    text = step.lower(program, ("tpu",)).as_text()
-    assert ("tpu_custom_call" in text) == (program != "sample")
-
-
 COMPILED = """\
 %fused_write (p.0: bf16[8,4], p.1: bf16[1,4], p.2: s32[]) -> bf16[8,4] {
   %p.0 = bf16[8,4]{1,0} parameter(0)
