@@ -1,8 +1,7 @@
-"""The hand-written decoder with compiled steps. Finished responses leave the batch."""
+"""A hand-written, compiled CPU decoder for a Hugging Face Qwen2: fused weights, in-place cache."""
 
 import torch
 import torch.nn.functional as F
-from torch_decoder import Decoder
 
 # Columns of the cache: a step reads whole blocks and is compiled once per number of blocks.
 BLOCK = 64
@@ -13,7 +12,7 @@ DROP_FRACTION = 1 / 8
 MIN_ROWS = 2  # torch compiles a batch of one row separately
 
 
-class CompiledDecoder(Decoder):
+class CompiledDecoder:
     """Decoder at temperature 1 that stops computing responses that have ended.
 
     Args:
@@ -25,7 +24,22 @@ class CompiledDecoder(Decoder):
     """
 
     def __init__(self, model, rows: int, prompt: int, response: int, eos: int | None):
-        super().__init__(model, rows, prompt, response)
+        c = self.config = model.config
+        self.model, self.prompt, self.response = model, prompt, response
+        self.head_dim = c.hidden_size // c.num_attention_heads
+        length = prompt + response
+        frequencies = c.rope_parameters["rope_theta"] ** -(
+            torch.arange(0, self.head_dim, 2) / self.head_dim
+        )
+        angles = torch.outer(torch.arange(length).float(), frequencies).repeat(1, 2)
+        self.cos, self.sin = angles.cos(), angles.sin()
+        self.keys, self.values = (
+            [
+                torch.zeros(rows, c.num_key_value_heads, length, self.head_dim)
+                for _ in range(c.num_hidden_layers)
+            ]
+            for _ in range(2)
+        )
         self.rows, self.eos = rows, eos
         # Row-steps of the last call, also of finished rows.
         self.computed_row_steps = 0
@@ -68,6 +82,39 @@ class CompiledDecoder(Decoder):
         lengths = self._lengths(tokens)
         longest = lengths.max()
         return tokens[:, :longest], logprobs[:, :longest], lengths
+
+    def _fuse(self):
+        """Fuse each layer's projections of the same input, with their current weights."""
+        self.layers = []
+        for layer in self.model.model.layers:
+            a, mlp = layer.self_attn, layer.mlp
+            projections = (a.q_proj, a.k_proj, a.v_proj)
+            self.layers.append(
+                (
+                    layer.input_layernorm.weight,
+                    torch.cat([p.weight for p in projections]),
+                    torch.cat([p.bias for p in projections]),
+                    a.o_proj.weight,
+                    layer.post_attention_layernorm.weight,
+                    torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
+                    mlp.down_proj.weight,
+                )
+            )
+
+    def _norm(self, x, weight):
+        return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
+
+    def _logits(self, x):
+        return F.linear(self._norm(x, self.model.model.norm.weight), self.model.lm_head.weight)
+
+    def _hidden(self, tokens, column):
+        """Run tokens [rows, T], in columns from `column`, through all layers but the last norm."""
+        x = self.model.model.embed_tokens.weight[tokens]
+        for i, (norm, qkv, bias, out, mlp_norm, gate_up, down) in enumerate(self.layers):
+            x = x + F.linear(self._attend(i, F.linear(self._norm(x, norm), qkv, bias), column), out)
+            gate, up = F.linear(self._norm(x, mlp_norm), gate_up).chunk(2, -1)
+            x = x + F.linear(F.silu(gate) * up, down)
+        return x
 
     def _lengths(self, tokens):
         if self.eos is None:
@@ -127,24 +174,29 @@ class CompiledDecoder(Decoder):
         return self._step(tokens, column, uniforms, end)
 
     def _attend(self, i, qkv, column):
-        if isinstance(column, int):
-            return super()._attend(i, qkv, column)
-        rows = len(qkv)
+        rows, tokens, _ = qkv.shape
         heads, shared = self.config.num_attention_heads, self.config.num_key_value_heads
-        qkv = qkv.view(rows, heads + 2 * shared, 1, self.head_dim)
-        rotated = self._rotate(qkv[:, : heads + shared], self.cos[column], self.sin[column])
-        self.keys[i][:rows].index_copy_(2, column, rotated[:, heads:])
-        self.values[i][:rows].index_copy_(2, column, qkv[:, heads + shared :])
+        qkv = qkv.view(rows, tokens, heads + 2 * shared, self.head_dim).transpose(1, 2)
+        at = slice(tokens) if isinstance(column, int) else column
+        rotated = self._rotate(qkv[:, : heads + shared], self.cos[at], self.sin[at])
+        q, k, v = rotated[:, :heads], rotated[:, heads:], qkv[:, heads + shared :]
+        if isinstance(column, int):  # whole prompts, from column 0
+            self.keys[i][:, :, :tokens], self.values[i][:, :, :tokens] = k, v
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return attended.transpose(1, 2).reshape(rows, tokens, heads * self.head_dim)
+        self.keys[i][:rows].index_copy_(2, column, k)
+        self.values[i][:rows].index_copy_(2, column, v)
         keys = self.keys[i][:rows, :, : self._end]
         values = self.values[i][:rows, :, : self._end]
         unwritten = torch.where(torch.arange(self._end) <= column, 0.0, -torch.inf)
-        q = (
-            rotated[:, :heads].reshape(rows, shared, heads // shared, self.head_dim)
-            * self.head_dim**-0.5
-        )
-        return ((q @ keys.transpose(-1, -2) + unwritten).softmax(-1) @ values).reshape(
-            rows, 1, heads * self.head_dim
-        )
+        # Query heads that share a key head form the rows of one product.
+        q = q.reshape(rows, shared, heads // shared, self.head_dim) * self.head_dim**-0.5
+        attended = (q @ keys.transpose(-1, -2) + unwritten).softmax(-1) @ values
+        return attended.reshape(rows, 1, heads * self.head_dim)
+
+    def _rotate(self, x, cos, sin):
+        half = self.head_dim // 2
+        return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
 
 
 def draw(logits, uniforms):
