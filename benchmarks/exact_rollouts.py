@@ -12,7 +12,6 @@ results/exact_rollouts.json. The exit code is 1 if any bit differs.
 
 import argparse
 import contextlib
-import csv
 import dataclasses
 import json
 import platform
@@ -32,6 +31,7 @@ from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.heads import init_params
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.transformer import Transformer
+from jax_ppo.reporting.sinks import read_metrics_csv
 from jax_ppo.run import ppo_training
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "harness"))
@@ -181,8 +181,7 @@ def run(folder: Path, number: int, steps: int, changes: dict[str, Any]) -> list[
     workdir = folder / f"run{number}"
     with contextlib.redirect_stdout(sys.stderr):
         ppo_training.train_ppo(load_config(None, options | changes), workdir)
-    with (workdir / "training_metrics.csv").open() as file:
-        table = list(csv.DictReader(file))
+    table = read_metrics_csv(workdir / "training_metrics.csv")
     names = (
         *("response_length/mean", "rollout/redrawn_tokens"),
         *("actor/inexact_logprobs", "actor/log_ratio_max"),

@@ -235,11 +235,6 @@ def format_spread(figures: dict[str, float], form: str) -> str:
     return f"{median:{form}} ({low:{form}}-{high:{form}})"
 
 
-def split_error(phases: dict[str, float], seconds: float) -> float:
-    """Return the relative difference between the sum of the phases and the whole time."""
-    return sum(phases.values()) / seconds - 1
-
-
 def machine() -> dict:
     """Describe the machine that the figures were measured on."""
     model = next(

@@ -152,19 +152,9 @@ def test_our_side_of_a_benchmark_takes_a_turn(harness, monkeypatch, tmp_path, be
     if benchmark == "ppo_step":
         import ppo_step
 
-        args = argparse.Namespace(
-            lengths="forced",
-            reward="model",
-            response=4,
-            samples=4,
-            size="small",
-            platform="cpu",
-            dtype="float32",
-            lora=2,
-            sides=["ours"],
-            set=[],
-            eager=False,
-        )
+        words = "--reward=model --response=4 --samples=4 --lora=2 --sides=ours"
+        monkeypatch.setattr(sys, "argv", ["", *words.split()])
+        args = ppo_step.parse()
         worker = ppo_step.start_worker("ours", ppo_step.make_settings(args, folder), args, {})
         phases = worker.turn(split=True)["phases"]
         assert set(phases) == {"rollout", "scoring", "reward", "advantages", "update"}

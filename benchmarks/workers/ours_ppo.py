@@ -64,7 +64,6 @@ def make_config(folder: Path, settings: dict) -> schema.Config:
             "trainer.save_freq": 0,
             "trainer.logger": "",
         }
-        | settings["ours"]
     )
     return loading.from_config_dict(config)
 
