@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_ppo.kernels.platform import target_platform
 from jax_ppo.models import rope
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.attention import Segments
@@ -24,6 +25,7 @@ from jax_ppo.models.layers import (
     UngatedLayer,
     layer_kinds,
 )
+from jax_ppo.models.quantization import round_kernels
 from jax_ppo.models.recurrent_layers import ConvolutionLayer, DeltaLayer
 from jax_ppo.runtime.parallelism.pipeline import num_stages, run_stages
 from jax_ppo.runtime.parallelism.split_attention import num_row_parts
@@ -50,6 +52,10 @@ REMAT_POLICIES: dict[str, Callable[..., Any]] = {
     "attention": jax.checkpoint_policies.save_only_these_names(ATTENTION_OUTPUT),
     "dots": jax.checkpoint_policies.checkpoint_dots,
 }
+# Kept on accelerators, without checkpointing: what costs more to compute again than to write, stack
+# in the loop over layers and read. On a CPU everything is kept.
+EXPENSIVE = {"dot_general", "attention", "pallas_call", "conv_general_dilated", "triangular_solve"}
+EXPENSIVE |= {"sort", "top_k", "gather", "scatter", "all_to_all", "ppermute", "psum"}
 
 # Parameters, [L, ...], and `is_local` and `is_rotated`, [L], or `None`: the pattern says them.
 StackedLayers = tuple[Params, tuple[jax.Array, jax.Array] | None]
@@ -162,12 +168,12 @@ class LayerStack(LayerOptions):
                 )
                 return output[0], output[1] if a.shared_layers else None, output[2]
 
-            if self.remat:
+            if self.remat or target_platform() != "cpu":
                 # Inside a loop XLA cannot merge the second computation of a layer with the first.
                 run_layer = jax.checkpoint(
                     run_layer,
-                    prevent_cse=not is_loop,
-                    policy=REMAT_POLICIES[self.remat_policy],
+                    prevent_cse=self.remat and not is_loop,
+                    policy=REMAT_POLICIES[self.remat_policy] if self.remat else _is_expensive,
                     static_argnums=0,
                 )
             x, memories, auxiliary = _run_in_turn(run_layer, kinds[:size], x, shared)
@@ -179,6 +185,7 @@ class LayerStack(LayerOptions):
             return x, (to_share, auxiliary)
 
         repetitions = len(kinds) // size
+        layers = (round_kernels(layers[0], self.dtype), layers[1])
         stacked = (layers, jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), inputs_BxTxL))
         # Without another axis the backward pass keeps no copies of what it needs of one layer.
         if size > 1:
@@ -299,6 +306,10 @@ def _run_in_turn(
         memories.append(memory)
         auxiliary.append(of_layer)
     return x, memories, _join_dicts(jnp.stack, auxiliary)
+
+
+def _is_expensive(primitive: Any, *_: Any, **__: Any) -> bool:
+    return any(name in primitive.name for name in EXPENSIVE)
 
 
 def _varying_flags(architecture: Architecture) -> tuple[jax.Array, jax.Array] | None:

@@ -12,7 +12,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jax_ppo.kernels.platform import target_platform
 from jax_ppo.models import rope
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.attention import Segments, run_attention, run_attention_over_parts
@@ -83,20 +82,7 @@ def layer_kinds(architecture: Architecture) -> tuple[LayerKind, ...]:
 
 def multiply(x: jax.Array, factor: float) -> jax.Array:
     """Return `x` times a factor that is not rounded to the type of `x`, as in transformers."""
-    if factor == 1:
-        return x
-    return (x.astype(jnp.float32) * factor).astype(x.dtype)
-
-
-def repeat_in_backward(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
-    """Apply an elementwise function whose backward pass, on accelerators, computes it again.
-
-    That costs less than to write its intermediate results, which the loop over layers would stack,
-    and to read them. On a CPU they stay.
-    """
-    if target_platform() == "cpu":
-        return function(*arrays)
-    return jax.checkpoint(function, prevent_cse=False)(*arrays)
+    return x if factor == 1 else (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
 def normalize(x: jax.Array, epsilon: float) -> jax.Array:
@@ -126,17 +112,11 @@ class RMSNorm(nn.Module):
         a = self.architecture
         init = nn.initializers.zeros if a.norm_plus_one else nn.initializers.ones
         scale = self.param("scale", init, (x.shape[-1],), jnp.float32).astype(x.dtype)
-        epsilon = a.norm_epsilon if self.epsilon is None else self.epsilon
-
-        def scale_normalized(x: jax.Array, scale: jax.Array) -> jax.Array:
-            wide = normalize(x, epsilon)
-            if a.norm_plus_one:  # some families round after the multiplication, others before it
-                return (wide * (1 + scale.astype(jnp.float32))).astype(x.dtype)
-            if a.norm_in_float32:
-                return (wide * scale.astype(jnp.float32)).astype(x.dtype)
-            return scale * wide.astype(x.dtype)
-
-        return repeat_in_backward(scale_normalized, x, scale)
+        wide = normalize(x, a.norm_epsilon if self.epsilon is None else self.epsilon)
+        # Some families round after the multiplication, others before it.
+        if a.norm_plus_one or a.norm_in_float32:
+            return (wide * (scale.astype(jnp.float32) + a.norm_plus_one)).astype(x.dtype)
+        return scale * wide.astype(x.dtype)
 
 
 class LayerNorm(nn.Module):
@@ -147,9 +127,8 @@ class LayerNorm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Normalize `x` in float32, rounding to its type at the end, as transformers does."""
-        width = (x.shape[-1],)
-        scale = self.param("scale", nn.initializers.ones, width, jnp.float32)
-        bias = self.param("bias", nn.initializers.zeros, width, jnp.float32)
+        scale = self.param("scale", nn.initializers.ones, x.shape[-1:], jnp.float32)
+        bias = self.param("bias", nn.initializers.zeros, x.shape[-1:], jnp.float32)
         rounded = (scale.astype(x.dtype), bias.astype(x.dtype))
         return layer_norm(x, *rounded, self.architecture.norm_epsilon)
 
@@ -259,8 +238,7 @@ class Attention(DecoderModule):
                 sliding_window=a.sliding_window if kind.is_local else None,
                 **factors,
             )
-        out = drop_padded_heads(out, a.num_heads, num_kv_heads)
-        out = checkpoint_name(out, ATTENTION_OUTPUT)
+        out = checkpoint_name(drop_padded_heads(out, a.num_heads, num_kv_heads), ATTENTION_OUTPUT)
         if gate is not None:
             out *= nn.sigmoid(gate)
         out = out.reshape(*x_BxTxD.shape[:2], a.num_heads * width)
@@ -316,9 +294,8 @@ class Attention(DecoderModule):
             if isinstance(kind.is_local, bool):
                 cos, sin = rotations[kind.is_local]
             else:
-                local_cos, local_sin = rotations[1]
-                cos = jnp.where(kind.is_local, local_cos, cos)
-                sin = jnp.where(kind.is_local, local_sin, sin)
+                both = zip(rotations[1], rotations[0], strict=True)
+                cos, sin = (jnp.where(kind.is_local, local, other) for local, other in both)
         if a.unrotated_layers:
             cos = jnp.where(kind.is_rotated, cos, 1)  # a rotation by zero changes no bit
             sin = jnp.where(kind.is_rotated, sin, 0)
@@ -376,7 +353,7 @@ class MLP(DecoderModule):
         up = self.project("up_proj", self.width, x, a.mlp_bias)
         if "gate_proj" in a.mlp_projections:
             gate = self.project("gate_proj", self.width, x, a.mlp_bias)
-            hidden = repeat_in_backward(functools.partial(apply_gate, a), gate, up)
+            hidden = apply_gate(a, gate, up)
         else:
             hidden = ACTIVATION_FUNCTIONS[a.activation](up)
         out = self.project("down_proj", a.hidden_size, hidden, a.mlp_bias)

@@ -36,6 +36,16 @@ def round_parameters(params: Params, dtype: DTypeLike) -> Params:
     return jax.tree_util.tree_map_with_path(convert, params)
 
 
+def round_kernels(layers: Params, dtype: DTypeLike) -> Params:
+    """Return stacked layers with kernels in their products' type, so that no loop stacks copies."""
+
+    def convert(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+        is_exact = any(part.key in EXACT_MODULES for part in path)
+        return x.astype(dtype) if path[-1].key == "kernel" and not is_exact else x
+
+    return jax.tree_util.tree_map_with_path(convert, layers)
+
+
 def quantize_kernels(params: Params, dtype: DTypeLike) -> Params:
     """Return unrolled parameters with int8 kernels in layers, each beside its `kernel_scale`.
 

@@ -12,7 +12,7 @@ from jax_ppo.config.schema import MeshShape
 from jax_ppo.models import heads
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.layer_stack import unroll_params
-from jax_ppo.models.quantization import quantize_kernels
+from jax_ppo.models.quantization import quantize_kernels, round_kernels
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.meshes import make_mesh
 from jax_ppo.sampler.decode_loop import sampler_program
@@ -75,6 +75,18 @@ def test_kernels_are_rounded_by_column_and_everything_else_keeps_its_type(params
     error = np.abs(entry["kernel"] * entry["kernel_scale"] - original)
     # Half a unit, of each column on its own.
     assert (error <= entry["kernel_scale"] / 2 * (1 + 1e-5)).all()
+
+
+def test_only_kernels_of_rounded_products_are_rounded():
+    x = jnp.ones((2, 3, 4))
+    layers = {"mlp": {"router": {"kernel": x}, "up_proj": {"kernel": x, "bias": x}}}
+    types = jax.tree.map(lambda x: x.dtype.name, round_kernels(layers, jnp.bfloat16))
+    assert types == {
+        "mlp": {
+            "router": {"kernel": "float32"},
+            "up_proj": {"kernel": "bfloat16", "bias": "float32"},
+        }
+    }
 
 
 def test_a_column_of_zeros_stays_one():
