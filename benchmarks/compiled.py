@@ -28,6 +28,7 @@ from jax_ppo.config.schema import Config
 from jax_ppo.kernels.platform import assume_platform
 from jax_ppo.memory import step_plan
 from jax_ppo.memory.abstract_step import AbstractStep, build_abstract_step
+from jax_ppo.memory.decoding_slots import cache_bytes_per_device
 from jax_ppo.memory.step_flops import count_program_flops
 from jax_ppo.ppo.programs import find_step_program, take_step_on_shapes
 from jax_ppo.runtime import meshes, topologies
@@ -100,6 +101,8 @@ class StepCounts:
         else:
             launches = list(program.launched(program.entry, self._trips(program, name)))
             parts = [(launches, 1.0)]
+            moved = sum(times * program.moved_bytes(x, used=1) for x, times in launches)
+            figures |= {"kernels": sum(times for _, times in launches), "moved_gib": moved / 2**30}
             in_layers = sum(times for x, times in launches if "Layer/" in x.path)
             passes = self._passes(name) * self.architecture.num_layers
             if passes:
@@ -124,10 +127,8 @@ class StepCounts:
         """Return the micro-batches that a program runs, times the models that run forward."""
         found = find_step_program(name)
         if found.kind == "update":
-            steps, micro_batches = self.step.packed.mini_batches[found.role].packing.sample.shape[
-                :2
-            ]
-            return steps * micro_batches * found.epochs(self.step.step_options)
+            steps, parts, *_ = self.step.packed.mini_batches[found.role].packing.sample.shape
+            return steps * parts * found.epochs(self.step.step_options)
         if found.kind == "forward pass":
             rows, _ = self.step.packed.forward
             return rows.sample.shape[0] * len(found.forwards(self.step.step_options))
@@ -179,14 +180,18 @@ class StepCounts:
         widest = max(decodes, key=lambda x: sum(program.flops(y) for y, _ in x))
         columns = self.prompt + self.response
         used = (self.prompt + self.response / 2) / columns
-        least = bytes_per_device(step.decoding_weights) + used * step.cache_bytes
+        cache = max(cache_bytes_per_device((x, ()), step.rollout_mesh) for x, _ in step.caches)
+        least = bytes_per_device(step.decoding_weights) + used * cache
+        made = {x.name for x, _ in widest}
         moved = sum(times * program.moved_bytes(x, used) for x, times in widest)
+        far = sum(times * program.moved_bytes(x, used, made) for x, times in widest)
         in_layers = sum(times for x, times in widest if "Layer/" in x.path)
         kernels = sum(times for _, times in widest)
         figures = {
             "kernels_a_layer": in_layers / layers,
             "other_kernels_a_step": kernels - in_layers,
             "bytes_over_needed": moved / least,
+            "bytes_beyond_l2_over_needed": far / least,
             "decode_loops": len(decodes),
         }
         fills = -(-step.queue // step.slots)

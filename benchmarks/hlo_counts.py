@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s4": 0.5}
 BYTES |= {"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
@@ -12,8 +12,12 @@ BYTES |= {"s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}
 FREE = {"get-tuple-element", "parameter", "bitcast", "tuple", "constant", "after-all", "iota"}
 CALLS = {"while", "conditional", "call", "async-start"}
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
+# Fusions compute of the results of these only what is used.
+PASSED_ON = {"bitcast", "reshape", "pad", "convert", "subtract", "exponential", "reduce"}
+WRITTEN = {"scatter": -1, "dynamic-update-slice": 1}  # the operand that is
 SPARSE = {"gather", "dynamic-slice", "scatter", "dynamic-update-slice"}
 LARGE = 2**20  # bytes of a copy that counts as large
+NEAR = 2**24  # bytes of an array that may stay in a GPU's L2 cache, 40 to 50 MiB, until it is read
 SHAPE = re.compile(r"\b([a-z]+\d+|pred)\[([\d,]*)\](\{[^{}]*\})?")
 LINE = re.compile(r"\s+(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)")
 CALLED = re.compile(r"(?:calls|body|to_apply|\w+_computation)=%([\w.\-]+)|branch_\w+=\{([^}]*)\}")
@@ -83,7 +87,8 @@ class Program:
                 self.entry = head[2] if head[1] else self.entry
             elif found := LINE.match(line):
                 lines.append(Instruction(*found.groups()))
-        self.shapes = {x.name: x.shape for lines in self.computations.values() for x in lines}
+        self.named = {x.name: x for lines in self.computations.values() for x in lines}
+        self.shapes = {name: x.shape for name, x in self.named.items()}
 
     def inner(self, name: str, op: str = "") -> Iterator[Instruction]:
         """Yield a computation's instructions with those of its fusions, but not of its loops."""
@@ -152,32 +157,50 @@ class Program:
             return 2.0 * products * H * T * (T + 1) / 2 * d
         return 0.0
 
-    def moved_bytes(self, x: Instruction, used: float) -> float:
+    def moved_bytes(self, x: Instruction, used: float, made: Container[str] = ()) -> float:
         """Return the bytes that one launch reads and writes; of a cache for cuDNN the `used` part.
 
-        Arrays that are changed in place or looked up in count with the part that is touched.
+        Arrays that are changed in place or looked up in count with the part that is touched. With
+        the instructions that run before and after, `made`, arrays of theirs up to `NEAR` are free.
         """
+
+        def size(name: str) -> float:
+            source = self.named[name]
+            while source.op in ("bitcast", "get-tuple-element"):
+                source = self.named[source.operands[0]]
+            whole = shape_bytes(self.shapes[name])
+            return 0.0 if source.name in made and whole <= NEAR else whole
+
         if x.op == "custom-call" and "fmha" in x.rest:
-            sizes = [shape_bytes(self.shapes[name]) for name in x.operands]
-            return sizes[0] + used * sum(sizes[1:3]) + shape_bytes(x.shape)
-        operands = x.operands
-        if x.op != "fusion":
-            # As a fusion of one instruction.
-            inside, names = [x], operands
-        else:
+            queries, *columns = map(size, x.operands[:3])
+            return queries + used * sum(columns) + size(x.name)
+        # All else as a fusion of one instruction.
+        inside, names = [x], x.operands
+        if x.op == "fusion":
             inside = self.computations[x.called[0]]
             places = {int(y.rest.split(")")[0]): y.name for y in inside if y.op == "parameter"}
-            names = [places[i] for i in sorted(places)]
-        changed = [y for y in inside if y.op in ("scatter", "dynamic-update-slice")]
-        total = 0.0
-        for operand, name in zip(operands, names, strict=False):
-            touched = _touched_bytes(inside, name)
-            whole = shape_bytes(self.shapes[operand])
-            total += whole if touched is None else min(touched, whole)
+            names = [name for _, name in sorted(places.items())]
+        pairs = zip(x.operands, names, strict=False)
+        total = sum(self._read_part(inside, name) * size(operand) for operand, name in pairs)
         # Of what is changed in place, the new part counts.
-        new = (y.operands[-1 if y.op == "scatter" else 1] for y in changed)
-        written = sum(shape_bytes(self.shapes[name]) for name in new)
-        return total + (written if changed else shape_bytes(x.shape))
+        new = [y.operands[WRITTEN[y.op]] for y in inside if y.op in WRITTEN]
+        return total + (sum(shape_bytes(self.shapes[name]) for name in new) or size(x.name))
+
+    def _read_part(self, inside: list[Instruction], name: str) -> float:
+        """Return the part of a value that a fusion reads, 0 to 1: of some, lookups and slices."""
+        users = [y for y in inside if name in y.operands]
+        part = 0.0 if users else 1.0
+        for y in users:
+            smaller = math.prod(y.dims) / math.prod(dims(self.shapes[name]))
+            if y.op in SPARSE and y.operands[0] == name:
+                part += smaller if y.op in ("gather", "dynamic-slice") else 0
+            elif y.op == "slice":
+                part += smaller * self._read_part(inside, y.name)
+            elif y.op in PASSED_ON:
+                part += self._read_part(inside, y.name)
+            else:
+                return 1.0
+        return min(part, 1.0)
 
     def copied_bytes(self, x: Instruction) -> float:
         """Return the bytes of a copy or transpose, 0 for all else and for what is small.
@@ -190,23 +213,6 @@ class Program:
         is_copy = bool(ops) and ops <= {"copy", "transpose"}
         size = shape_bytes(x.shape)
         return size if is_copy and size > LARGE else 0.0
-
-
-def _touched_bytes(inside: list[Instruction], name: str) -> float | None:
-    """Return the bytes that lookups read of a value of a fusion, `None` if all of it is read."""
-    total = 0.0
-    users = [y for y in inside if name in y.operands]
-    for y in users:
-        if y.op in SPARSE and y.operands[0] == name:
-            total += shape_bytes(y.shape) if y.op in ("gather", "dynamic-slice") else 0
-        elif y.op in ("bitcast", "reshape", "pad", "convert", "subtract", "exponential"):
-            of_user = _touched_bytes(inside, y.name)
-            if of_user is None:
-                return None
-            total += of_user
-        else:
-            return None
-    return total if users else None
 
 
 def collective_bytes(x: Instruction) -> float:

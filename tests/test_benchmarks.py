@@ -204,6 +204,13 @@ COMPILED = """\
   ROOT %transpose = f32[512,1024]{1,0} transpose(%p.5), dimensions={1,0}
 }
 
+%fused_part (p.6: f32[2,4]) -> f32[2,1] {
+  %p.6 = f32[2,4]{1,0} parameter(0)
+  %narrow = bf16[2,4]{1,0} convert(%p.6)
+  %column = bf16[2,1]{1,0} slice(%narrow), slice={[0:2], [0:1]}
+  ROOT %wide = f32[2,1]{1,0} convert(%column)
+}
+
 %body (state: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
   %state = (s32[], f32[4,8]{1,0}) parameter(0)
   %count = s32[] get-tuple-element(%state), index=0
@@ -228,6 +235,8 @@ ENTRY %main (cache: bf16[8,4], new: bf16[1,4], i: s32[], table: f32[100,4]) -> f
   %ids = s32[2]{0} constant({3, 4})
   %written = bf16[8,4]{1,0} fusion(%cache, %new, %i), kind=kLoop, calls=%fused_write
   %found = f32[2,4]{1,0} fusion(%table, %ids), kind=kLoop, calls=%fused_look_up
+  %seen = f32[2,4]{1,0} bitcast(%found)
+  %part = f32[2,1]{1,0} fusion(%seen), kind=kLoop, calls=%fused_part
   %start = (s32[], f32[4,8]{1,0}) tuple(%i, %found)
   %while = (s32[], f32[4,8]{1,0}) while(%start), condition=%condition, body=%body
   %sent = (f32[4,8]{1,0}, f32[16,8]{1,0}) all-gather-start(%x), dimensions={0}
@@ -248,9 +257,8 @@ def test_a_compiled_program_is_counted_from_its_text(harness):
     launched = list(program.launched(program.entry, lambda loop: program.fixed_trips(loop)))
     times = {x.name: repeats for x, repeats in launched}
     # The limit of the condition says five trips; what ends an exchange launches nothing.
-    assert times == dict.fromkeys(("written", "found", "sent", "attention", "large"), 1) | {
-        "dot": 5
-    }
+    once = ("written", "found", "part", "sent", "attention", "large")
+    assert times == dict.fromkeys(once, 1) | {"dot": 5}
     of = {x.name: x for x, _ in launched}
     assert program.flops(of["dot"]) == 2 * 4 * 8 * 8
     # Two products of 6 queries with 10 keys of 8 numbers, in each of two rows.
@@ -258,6 +266,9 @@ def test_a_compiled_program_is_counted_from_its_text(harness):
     # A row is read and written, beside an index; two rows of the table are, beside two indices.
     assert program.moved_bytes(of["written"], used=1) == 8 + 4 + 8
     assert program.moved_bytes(of["found"], used=1) == 2 * 32 + 8
+    # A quarter of two rows is read; nothing of both leaves the cache of the processor.
+    assert program.moved_bytes(of["part"], used=1) == 32 / 4 + 8
+    assert program.moved_bytes(of["part"], used=1, made={"found", "part"}) == 0
     assert program.moved_bytes(of["attention"], used=0.5) == 192 + 960 / 2 * 2 + 192
     assert {name: program.copied_bytes(x) for name, x in of.items() if program.copied_bytes(x)} == {
         "large": 4 * 512 * 1024
