@@ -34,7 +34,7 @@ SIDES = {
         "per_device_train_batch_size": 16,
         "gradient_accumulation_steps": 1,
         "steps_per_generation": 4,
-        "learning_rate": 2e-5,
+        "learning_rate": 1e-5,
     },
 }
 
