@@ -142,9 +142,9 @@ def _update_bytes(step: AbstractStep, name: str, packing: Packing) -> int:
     kept = tokens * role.architecture.hidden_size * role.itemsize
     if not role.net.remat or role.net.remat_policy == "dots":
         blocks = -(-packing.sample.shape[-1] // query_block_size(packing.sample.shape[-1]))
-        # Norms and activations are computed in float32; the policy keeps products alone.
+        # Norms and activations are computed in float32; accelerators keep products alone.
         kept_per_token = width * FLOAT32_BYTES
-        if role.net.remat:
+        if role.net.remat or target_platform() != "cpu":
             heads, mlp = _split_widths(role.architecture)
             products = 3 * role.architecture.hidden_size + (heads + 2 * mlp) // parts
             kept_per_token = products * role.itemsize
@@ -223,7 +223,7 @@ def _head_elements(step: AbstractStep, role: Role) -> int:
 
 def _head_bytes(step: AbstractStep, role: Role) -> int:
     itemsize = role.itemsize
-    # GPUs gather weights as they are stored, and then round them.
+    # GPUs gather the head's weights as they are stored, and then round them.
     rounds = meshes.gathers_weights(step.mesh) and target_platform() != "tpu"
     if rounds and role.stored_itemsize > itemsize:
         itemsize += role.stored_itemsize
@@ -236,9 +236,7 @@ def _gathered_layer_bytes(step: AbstractStep, role: Role) -> int:
         return 0
     layers = sum(x.size for x in jax.tree.leaves(role.params["layers"]))
     elements = layers // role.architecture.num_layers // step.mesh.shape["model"]
-    if target_platform() == "tpu":
-        return elements * role.itemsize
-    return 2 * elements * role.stored_itemsize
+    return elements * role.itemsize * (1 if target_platform() == "tpu" else 2)
 
 
 def _cast_bytes(role: Role) -> int:

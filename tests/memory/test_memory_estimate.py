@@ -57,7 +57,8 @@ LOGITS = 2 * 8 * 32 * 4  # of 8 slots, twice
 PART, PART_SCORES = 18 * (64 + 72) * 2, 2 * 18 * 18
 CHUNK = 18 * 32 * 4 // 2  # logits of all tokens
 HEAD = 256 * (2 + 4)  # gathered in float32 and rounded
-GATHERED = 2 * 1168 * 4  # this layer's and the next one's
+GATHERED = 2 * 1168 * 2  # this layer's and the next one's, rounded
+KEPT = 3 * 16 + (24 + 2 * 32) // 2  # products, as with "dots" below
 PART_GRADIENTS = 4 * 2304 // 8 + NORMS
 ROUNDED = (PART_GRADIENTS + 4 * (512 // 8 + 16)) // 2
 TPU_PART, TPU_CHUNK = 128 * (64 + 72) * 2, 128 * 32 * 4 // 2
@@ -91,7 +92,12 @@ TPU_PART, TPU_CHUNK = 128 * (64 + 72) * 2, 128 * 32 * 4 // 2
         ),
         ("v5e:1x1", {}, "sample", PREFILL + LOGITS + 31 * CACHE),
         ("v5e:1x1", {}, "forward_policy", ON_TPU),
-        ("v5e:1x1", {}, "update_critic", ON_TPU + 3 * ON_TPU // 2 + LAYER),
+        (  # on accelerators, without checkpointing a layer keeps the same as with "dots" above
+            "v5e:1x1",
+            {},
+            "update_critic",
+            4 * 128 * (3 * 16 + 24 + 2 * 32) * 4 + 3 * ON_TPU // 2 + LAYER,
+        ),
         ("h100:8", SPLIT, "forward_critic", PART + PART_SCORES * (4 + 2) + GATHERED),
         (
             "h100:8",
@@ -103,7 +109,7 @@ TPU_PART, TPU_CHUNK = 128 * (64 + 72) * 2, 128 * 32 * 4 // 2
             "h100:8",
             SPLIT,
             "update_actor",
-            2 * PART + PART_SCORES * 4  # kept, in float32
+            18 * KEPT * 2 + PART_SCORES * 4
             + 3 * PART // 2 + 4 * PART_SCORES * 4 + PART_GRADIENTS + GATHERED
             + 3 * CHUNK // 2 + 256 * 4 + HEAD,
         ),
@@ -111,7 +117,7 @@ TPU_PART, TPU_CHUNK = 128 * (64 + 72) * 2, 128 * 32 * 4 // 2
         ("v5e:2x4", SPLIT, "forward_policy",
             TPU_PART + 1168 * 2 + TPU_CHUNK + 256 * 2 + ROUNDED),
         ("v5e:2x4", SPLIT, "update_actor",
-            2 * TPU_PART + 3 * TPU_PART // 2 + PART_GRADIENTS + 1168 * 2
+            128 * KEPT * 2 + 3 * TPU_PART // 2 + PART_GRADIENTS + 1168 * 2
             + 3 * TPU_CHUNK // 2 + 256 * 4 + 256 * 2 + ROUNDED),
     ],
 )  # fmt: skip
