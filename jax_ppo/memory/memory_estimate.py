@@ -142,11 +142,12 @@ def _update_bytes(step: AbstractStep, name: str, packing: Packing) -> int:
     kept = tokens * role.architecture.hidden_size * role.itemsize
     if not role.net.remat or role.net.remat_policy == "dots":
         blocks = -(-packing.sample.shape[-1] // query_block_size(packing.sample.shape[-1]))
-        # Norms and activations are computed in float32; accelerators keep products alone.
+        # Norms and activations are computed in float32; accelerators keep products and attention.
         kept_per_token = width * FLOAT32_BYTES
         if role.net.remat or target_platform() != "cpu":
             heads, mlp = _split_widths(role.architecture)
-            products = 3 * role.architecture.hidden_size + (heads + 2 * mlp) // parts
+            attended = 0 if role.net.remat else role.architecture.hidden_size
+            products = 3 * role.architecture.hidden_size + (heads + 2 * mlp + attended) // parts
             kept_per_token = products * role.itemsize
         # A causal mask hides half of the scores of all blocks of queries.
         kept = tokens * kept_per_token + scores * (blocks + 1) // 2 * FLOAT32_BYTES

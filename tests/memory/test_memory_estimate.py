@@ -58,7 +58,7 @@ PART, PART_SCORES = 18 * (64 + 72) * 2, 2 * 18 * 18
 CHUNK = 18 * 32 * 4 // 2  # logits of all tokens
 HEAD = 256 * (2 + 4)  # gathered in float32 and rounded
 GATHERED = 2 * 1168 * 2  # this layer's and the next one's, rounded
-KEPT = 3 * 16 + (24 + 2 * 32) // 2  # products, as with "dots" below
+KEPT = 3 * 16 + (24 + 2 * 32 + 16) // 2  # products, and attention's output
 PART_GRADIENTS = 4 * 2304 // 8 + NORMS
 ROUNDED = (PART_GRADIENTS + 4 * (512 // 8 + 16)) // 2
 TPU_PART, TPU_CHUNK = 128 * (64 + 72) * 2, 128 * 32 * 4 // 2
@@ -92,11 +92,11 @@ TPU_PART, TPU_CHUNK = 128 * (64 + 72) * 2, 128 * 32 * 4 // 2
         ),
         ("v5e:1x1", {}, "sample", PREFILL + LOGITS + 31 * CACHE),
         ("v5e:1x1", {}, "forward_policy", ON_TPU),
-        (  # on accelerators, without checkpointing a layer keeps the same as with "dots" above
+        (  # on accelerators, without checkpointing a layer also keeps the output of attention
             "v5e:1x1",
             {},
             "update_critic",
-            4 * 128 * (3 * 16 + 24 + 2 * 32) * 4 + 3 * ON_TPU // 2 + LAYER,
+            4 * 128 * (3 * 16 + 24 + 2 * 32 + 16) * 4 + 3 * ON_TPU // 2 + LAYER,
         ),
         ("h100:8", SPLIT, "forward_critic", PART + PART_SCORES * (4 + 2) + GATHERED),
         (
