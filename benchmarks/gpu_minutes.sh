@@ -8,7 +8,8 @@
 #   benchmarks/gpu_minutes.sh MODEL DATA OUT SECONDS [--config.OPTION=VALUE ...]
 # MODEL is a Hugging Face folder of Qwen2.5-0.5B, or a folder with pieces/ and base/ as
 # quantized_model.py takes them. DATA holds GSM8K's train.jsonl and test.jsonl. OUT gets a text for
-# each part, the trace, d's work directory, and each variant's figures when it ends.
+# each part, the trace, d's work directory (an earlier one becomes d.before), and each variant's
+# figures when it ends.
 # Environment: PARTS (a,b,c,d,e), PART_SECONDS of all but d (180), PYTHON, TEST_PLATFORMS
 # (cuda,cpu), CACHE, a folder of compiled programs and of what was measured: a later call with the
 # same device, versions, commit and options measures only what is missing, and d again.
@@ -98,7 +99,7 @@ tests=100  # seconds, most of them to compile
 if [[ $parts != *,e,* || -e $kept/e.txt ]]; then tests=0; fi
 if begin d $((end - SECONDS - tests)); then
     variant=$(sort -g "$results" | head -n 1 | cut -f 2)
-    rm -rf "$out/d"
+    [ ! -d "$out/d" ] || mv -T --backup=numbered "$out/d" "$out/d.before"
     measure "$python" -m jax_ppo.train --workdir="$out/d" \
         --config.trainer.save_freq=0 --config.trainer.export=False
 fi

@@ -52,8 +52,8 @@ REMAT_POLICIES: dict[str, Callable[..., Any]] = {
     "attention": jax.checkpoint_policies.save_only_these_names(ATTENTION_OUTPUT),
     "dots": jax.checkpoint_policies.checkpoint_dots,
 }
-# Kept on accelerators, without checkpointing: what costs more to compute again than to write, stack
-# in the loop over layers and read. On a CPU everything is kept.
+# Parts of the names of primitives whose results accelerators keep without checkpointing: they cost
+# more to compute again than to write, stack in the loop over layers and read. A CPU keeps all.
 EXPENSIVE = {"dot_general", "attention", "pallas_call", "conv_general_dilated", "triangular_solve"}
 EXPENSIVE |= {"sort", "top_k", "gather", "scatter", "all_to_all", "ppermute", "psum"}
 

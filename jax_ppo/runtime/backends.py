@@ -105,7 +105,7 @@ def add_gpu_flags() -> None:
 
 
 def refused_flags() -> list[str]:
-    """Return the flags at which a child process ends, tried once per value of XLA_FLAGS."""
+    """Return the flags at which a child process ends; unset XLA_FLAGS if it is blank."""
     flags = os.environ.get("XLA_FLAGS", "")
     if not flags.strip():
         os.environ.pop("XLA_FLAGS", None)  # XLA would read blanks as the name of a file
