@@ -34,7 +34,7 @@ words=(--config=configs/gsm8k.py --config.model.path="$model"
     --config.data.train_files="$data/train.jsonl" --config.data.val_files="$data/test.jsonl" "$@")
 { read -r versions && mapfile -t flags; } < <("$python" -c '
 import sys, jax, flax, optax
-from jax_ppo.runtime.xla_flags import GPU_VARIANTS
+from jax_ppo.runtime.backends import GPU_VARIANTS
 print(sys.version.split()[0], *(m.__name__ + " " + m.__version__ for m in (jax, flax, optax)))
 print(*GPU_VARIANTS, sep="\n")') || exit 1
 rows=--config.actor.ppo_micro_batch_size_per_device

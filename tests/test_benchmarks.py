@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jax_ppo.runtime import xla_flags
+from jax_ppo.runtime import backends
 from waiting import is_running, wait_until
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -369,7 +369,7 @@ def test_a_call_on_a_gpu_measures_what_earlier_ones_did_not(tmp_path):
     (first, *others) = call("a,b")
     assert first == ["profile", ""] and ["step", ""] not in others
     flags = [x.removeprefix("XLA_FLAGS=") for _, x in others if x.startswith("XLA_FLAGS=")]
-    assert flags == [*xla_flags.GPU_VARIANTS]
+    assert flags == [*backends.GPU_VARIANTS]
     assert [x for x, _ in call("a,b,c,d,e")] == ["ratios", "jax_ppo.train", "pytest"]
     assert [x for x, _ in call("a,b,c,d,e")] == ["jax_ppo.train"]
     lines = (tmp_path / "out" / "variants.tsv").read_text().splitlines()

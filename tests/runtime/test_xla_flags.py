@@ -9,7 +9,7 @@ import jax_ppo
 import quick_compilation
 import tiny
 from jax_ppo.errors import UserError
-from jax_ppo.runtime import backends, compat, xla_flags
+from jax_ppo.runtime import backends, compat
 
 KNOWN = "--xla_backend_optimization_level=0"
 
@@ -81,7 +81,7 @@ def test_a_quotation_that_is_not_closed_is_refused_as_a_whole(monkeypatch):
 
 
 def test_jaxlib_knows_each_flag_for_gpus_in_the_table(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", " ".join(xla_flags.GPU_FLAGS | xla_flags.GPU_VARIANTS))
+    monkeypatch.setenv("XLA_FLAGS", " ".join(backends.GPU_FLAGS | backends.GPU_VARIANTS))
     assert backends.refused_flags() == []
 
 
@@ -97,7 +97,7 @@ def test_jaxlib_knows_each_flag_for_gpus_in_the_table(monkeypatch):
 def test_flags_for_gpus_are_added_unless_the_user_or_jaxlib_has_others(
     monkeypatch, capsys, given, ours, result, line
 ):
-    monkeypatch.setattr(xla_flags, "GPU_FLAGS", {ours: "why"})
+    monkeypatch.setattr(backends, "GPU_FLAGS", {ours: "why"})
     monkeypatch.setenv("XLA_FLAGS", given)
     backends.add_gpu_flags()
     backends.add_gpu_flags()  # what is there is not added again
