@@ -22,7 +22,6 @@ from jax_ppo.runtime import faults, heartbeat
 from jax_ppo.storage import downloads
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # compiled, or read from the cache
-CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 # Compiles the lowered program of this name for its arguments, and returns its results' shapes.
 Compile = Callable[[str, jax.stages.Lowered, tuple[Any, ...]], Any]
@@ -168,7 +167,6 @@ class Compilations:
     """Counts of the programs compiled so far."""
 
     programs: int = 0  # compiled or read from the cache
-    cache_hits: int = 0  # read from the cache
     seconds: float = 0.0  # compiling and reading, summed over threads
 
 
@@ -183,13 +181,8 @@ def count_compilations() -> Iterator[Compilations]:
             count.programs += 1
             count.seconds += duration_secs
 
-    def add_hit(event: str, **kwargs: str | int) -> None:
-        count.cache_hits += event == CACHE_HIT
-
     jax.monitoring.register_event_duration_secs_listener(add_program)
-    jax.monitoring.register_event_listener(add_hit)
     try:
         yield count
     finally:
         jax.monitoring.unregister_event_duration_listener(add_program)
-        jax.monitoring.unregister_event_listener(add_hit)

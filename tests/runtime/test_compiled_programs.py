@@ -101,11 +101,14 @@ PROGRAM = """
 import dataclasses, json, sys
 import jax
 from jax_ppo.runtime import compiled_programs
+events = []
+jax.monitoring.register_event_listener(lambda event, **kwargs: events.append(event))
 compiled_programs.enable_cache(sys.argv[1], print)
 with compiled_programs.count_compilations() as count:
     jax.jit(lambda x: x * 2 + 1)(1.0)
+hits = events.count("/jax/compilation_cache/cache_hits")
 jax.jit(lambda x: x * 3)(1.0)
-print(json.dumps(dataclasses.asdict(count)))
+print(json.dumps(dataclasses.asdict(count) | {"cache_hits": hits}))
 """
 
 
