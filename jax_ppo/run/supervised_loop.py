@@ -294,10 +294,7 @@ class SupervisedTraining:
     ) -> tuple[State, Metrics]:
         # The host packs this batch while the mesh still computes the step before.
         batch = self.place_batch(self.training, next(batches))
-        results: tuple[State, Metrics] = train_step(
-            self._setup, state, self._replicate(np.int32(step)), batch
-        )
-        return results
+        return train_step(self._setup, state, self._replicate(np.int32(step)), batch)
 
 
 @heartbeat.activity("preparing the run")

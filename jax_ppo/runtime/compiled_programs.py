@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 import jax.monitoring
@@ -23,6 +23,8 @@ from jax_ppo.storage import downloads
 
 COMPILED = "/jax/core/compile/backend_compile_duration"  # compiled, or read from the cache
 
+P = ParamSpec("P")
+R = TypeVar("R")
 # Compiles the lowered program of this name for its arguments, and returns its results' shapes.
 Compile = Callable[[str, jax.stages.Lowered, tuple[Any, ...]], Any]
 # The compiling function and the shapes of results so far, inside `run_on_shapes`.
@@ -31,14 +33,14 @@ _shape_run: ContextVar[tuple[Compile, dict[Hashable, Any]] | None] = ContextVar(
 )
 
 
-class CompiledProgram:
+class CompiledProgram(Generic[P, R]):
     """A jitted function that also takes shapes."""
 
     __name__: str
-    __wrapped__: Callable[..., Any]
+    __wrapped__: Callable[P, R]
 
     def __init__(
-        self, function: Callable[..., Any], name: str | Callable[..., str] = "", **jit_options: Any
+        self, function: Callable[P, R], name: str | Callable[..., str] = "", **jit_options: Any
     ) -> None:
         """Declare a program; `jit_options` are those of `jax.jit`.
 
@@ -51,7 +53,7 @@ class CompiledProgram:
         functools.update_wrapper(self, named)
         self.__wrapped__ = function
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
+    def __call__(self, *arguments: P.args, **named: P.kwargs) -> R:
         """Run on arrays; on shapes, inside `run_on_shapes`, compile and return results' shapes."""
         run = _shape_run.get()
         if run is None:
@@ -81,9 +83,9 @@ class CompiledProgram:
 
 def program(
     name: str | Callable[..., str] = "", **jit_options: Any
-) -> Callable[[Callable[..., Any]], CompiledProgram]:
+) -> Callable[[Callable[P, R]], CompiledProgram[P, R]]:
     """Return a decorator that makes a function a `CompiledProgram`."""
-    return functools.partial(CompiledProgram, name=name, **jit_options)
+    return lambda function: CompiledProgram(function, name, **jit_options)
 
 
 # On the console, parts of the names of programs are words.

@@ -102,6 +102,7 @@ def _draw_again(
     outputs = forward_part_exactly(
         options, parts.nets, "policy", state, sequences, packed, draws.keys
     )
+    assert outputs.drawn is not None, "keys make it draw tokens again"
     rollout = dataclasses.replace(rollout, logprobs=outputs.old_logprobs)
     return rollout, *replace_tokens(parts.sampling, rollout, outputs.drawn, draws, layout)
 
