@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax_ppo.config.schema import Actor, Config, Critic
 from jax_ppo.errors import UserError
 from jax_ppo.kernels.platform import target_platform
-from jax_ppo.memory.remedies import Measure, PossibleChanges, SupervisedChanges, rank_remedies
+from jax_ppo.memory.remedies import PossibleChanges, SupervisedChanges, rank_remedies
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import programs
 from jax_ppo.ppo.programs import StepProgram
@@ -151,12 +151,9 @@ class SupervisedMemory:
         """Return the changes of options that may save memory."""
         return SupervisedChanges(self.config, self.mesh)
 
-    @property
-    def measure_changed(self) -> Measure:
-        """Return what measures the run with other options and on another mesh."""
-        return lambda options, mesh: (
-            dataclasses.replace(self, config=options, mesh=mesh).measure().peak
-        )
+    def measure_changed(self, changed: Config, mesh: Mesh) -> int:
+        """Return the bytes that each device needs with other options and on another mesh."""
+        return dataclasses.replace(self, config=changed, mesh=mesh).measure().peak
 
 
 def validate_memory(run: PPOMemory | SupervisedMemory) -> None:

@@ -80,11 +80,9 @@ def run_attention_over_parts(
 ) -> Queries:
     """Run a program for the parts of packed rows; arguments as for `run_attention`."""
     assert segments is not None, "packed rows have segments"
-    out: jax.Array
     if program != "splash":
         run_masked = functools.partial(_attend_to_rows, program, **options)
-        out = attend_over_parts(run_masked)(q, k, v, segments)
-        return out
+        return attend_over_parts(run_masked)(q, k, v, segments)
     scale = options.pop("scale", None)
     parts = num_row_parts()
     splash = make_splash_kernel(q.shape[2], q.shape[1] * parts, parts, **options)
@@ -92,8 +90,7 @@ def run_attention_over_parts(
     def run_part(q: Queries, k: Keys, v: Keys, part: RowPart, kernel: Any) -> Queries:
         return run_splash_kernel(kernel, q, k, v, part.segments, part.row_segments, scale)
 
-    out = attend_over_parts(run_part, splash)(q, k, v, segments)
-    return out
+    return attend_over_parts(run_part, splash)(q, k, v, segments)
 
 
 def xla_attention(

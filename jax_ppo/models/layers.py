@@ -314,12 +314,11 @@ class Attention(DecoderModule):
         window = self.options.architecture.sliding_window
         # Parameters are created from one token, which has no parts.
         parts = 1 if self.is_initializing() else num_row_parts()
-        run: Any = run_attention_over_parts if parts > 1 else run_attention
+        run: Callable[..., jax.Array] = run_attention_over_parts if parts > 1 else run_attention
 
         def attend(window: int | None) -> jax.Array:
             program = self.options.attention
-            out: jax.Array = run(program, q, k, v, segments_BxT, sliding_window=window, **factors)
-            return out
+            return run(program, q, k, v, segments_BxT, sliding_window=window, **factors)
 
         # A window that holds the whole row changes nothing.
         if window is None or q.shape[1] * parts <= window:
@@ -384,9 +383,8 @@ class Layer(DecoderModule):
         is_dense = bool(a.dense_layers) and kind.is_dense
 
         def norm(name: str, x: jax.Array) -> jax.Array:
-            create: Any = self.norm_class
-            normed: jax.Array = create(a, name=name)(x)
-            return normed
+            create: Callable[..., Callable[..., jax.Array]] = self.norm_class
+            return create(a, name=name)(x)
 
         run_mlp: Callable[[jax.Array], tuple[jax.Array, Auxiliary]]
         if a.num_experts and not is_dense:
@@ -438,9 +436,9 @@ class Layer(DecoderModule):
     def _attend(self, x: jax.Array, *inputs: Any) -> tuple[jax.Array, LayerCache | None]:
         kind: LayerKind = inputs[0]
         name = self.options.architecture.attention_module(kind.is_local, kind.is_shared)
-        attention: Any = self.attention_class(self.options, name=name)
-        output: tuple[jax.Array, LayerCache | None] = attention(x, *inputs)
-        return output
+        attention: Callable[..., tuple[jax.Array, LayerCache | None]]
+        attention = self.attention_class(self.options, name=name)
+        return attention(x, *inputs)
 
 
 class UngatedLayer(Layer):
