@@ -88,7 +88,7 @@ P, T, B = 8, 10, 8
 
 
 @functools.cache  # to build one takes as long as a small program takes to compile
-def config(**changes):
+def config(command="train", **changes):
     """A small configuration; changes are dotted names with __ for the dot: actor__ppo_epochs=2."""
     values = loading.default_config()
     values.data.train_files = "arithmetic:8"
@@ -102,7 +102,7 @@ def config(**changes):
     values.actor.optim.lr = values.critic.optim.lr = 1e-2
     for name, value in changes.items():
         values.update_from_flattened_dict({name.replace("__", "."): value})
-    return loading.from_config_dict(values)
+    return loading.from_config_dict(values, command)
 
 
 def make_mesh(devices=1, **shape):
@@ -233,20 +233,26 @@ def pack_batches(config, mesh, rollout, groups, rows):
     return MiniBatches(placement.place(packed, sharding.rows(mesh, 2)), counts, members)
 
 
+def pack_batch(config, mesh, rollout, rows):
+    """Return the mini-batch of all samples, packed on the mesh, without a leading axis."""
+    batches = pack_batches(config, mesh, rollout, [np.arange(len(rollout.lengths))], rows)
+    return jax.tree.map(lambda x: x[0], batches)
+
+
+def score_rollout(config, mesh, state, rollout, rows=2, nets=None):
+    """Return the sequences of a rollout and what forward passes over them compute."""
+    batch = pack_batch(config, mesh, rollout, rows)
+    sequences = forward_passes.join_sequences(rollout, config.sequence_length)
+    options = forward_passes.ForwardOptions.from_config(config)
+    arguments = nets or networks(config), state, sequences, (batch.packing, batch.counts)
+    return sequences, forward_passes.run_forward_passes(options, *arguments)
+
+
 def make_experience(config, mesh, state, rollout, rewards=None, rows=2, step_rewards=None):
     """Runs forward passes and estimates advantages. `rows`: R of a micro-batch."""
-    batches = pack_batches(config, mesh, rollout, [np.arange(len(rollout.lengths))], rows)
-    rewards = (
-        np.linspace(-1, 1, len(rollout.lengths)).astype(np.float32) if rewards is None else rewards
-    )
-    sequences = forward_passes.join_sequences(rollout, config.sequence_length)
-    outputs = run_forward_passes(
-        config,
-        networks(config),
-        state,
-        sequences,
-        (jax.tree.map(lambda x: x[0], batches.packing), batches.counts[0]),
-    )
+    sequences, outputs = score_rollout(config, mesh, state, rollout, rows)
+    if rewards is None:
+        rewards = np.linspace(-1, 1, len(rollout.lengths)).astype(np.float32)
     rewards = placement.place(rewards, sharding.rows(mesh))
     return estimate_experience(
         config, state.control, sequences, rollout.logprobs, outputs, rewards, step_rewards
@@ -260,13 +266,6 @@ def make_evaluation(mean, records=(), **figures):
 
 
 # The functions of one step, called with a whole config.
-
-
-def run_forward_passes(config, *arguments):
-    """Call `run_forward_passes` with the config's options."""
-    return forward_passes.run_forward_passes(
-        forward_passes.ForwardOptions.from_config(config), *arguments
-    )
 
 
 def estimate_experience(config, control, sequences, logprobs, outputs, *rewards):

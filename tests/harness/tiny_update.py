@@ -38,24 +38,29 @@ def run_update(
 
 
 def run_gradients(
-    config, mesh, rows, change=lambda experience: experience, move=1.02, roles=("actor", "critic")
+    config,
+    mesh,
+    rows,
+    change=lambda experience: experience,
+    move=1.02,
+    roles=("actor", "critic"),
+    prepare=lambda state: state,
 ):
     """Return gradients and metrics of the roles for one mini-batch of all samples.
 
     Args:
         change: function applied to the experience.
         move: factor by which parameters have changed since the rollout.
+        prepare: function applied to the state before the rollout is scored.
     """
     with jax.set_mesh(mesh):
-        state = tiny.make_state(config, mesh)
+        state = prepare(tiny.make_state(config, mesh))
         rollout = tiny.make_rollout(mesh)
-        experience = change(
-            tiny.make_experience(config, mesh, state, rollout, rows=max(rows, 1))[0]
-        )
+        experience = change(tiny.make_experience(config, mesh, state, rollout, rows=rows)[0])
         moved_state = jax.tree.map(
             lambda x: x * move, dataclasses.replace(state, step=None, control=None)
         )
-        batch = jax.tree.map(lambda x: x[0], tiny.pack_batches(config, mesh, rollout, ALL, rows))
+        batch = tiny.pack_batch(config, mesh, rollout, rows)
         learners = {
             "actor": (tiny.actor_gradients, moved_state.actor),
             "critic": (tiny.critic_gradients, moved_state.critic),

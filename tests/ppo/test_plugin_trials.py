@@ -33,19 +33,11 @@ def try_body(tmp_path, option, body, **options):
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("return missing", "NameError: name 'missing' is not defined"),
-        ("return 1 + 'a'", "TypeError: unsupported operand"),
-        ("return [][0]", "IndexError: list index out of range"),
-    ],
-)
-def test_a_failing_function_is_refused_with_its_line(tmp_path, option, body, message):
+def test_a_failing_function_is_refused_with_its_line(tmp_path, option):
     with pytest.raises(UserError) as error:
-        try_body(tmp_path, option, body)
+        try_body(tmp_path, option, "return missing")
     assert re.fullmatch(
-        rf"config\.{option}='.*:loss': failed on arrays of [^:]*: {re.escape(message)}.*"
+        rf"config\.{option}='.*:loss': failed on arrays of [^:]*: NameError: name 'missing' .*"
         r" \(.*mine_\d+\.py, line \d\)",
         str(error.value),
     )
@@ -88,9 +80,10 @@ def test_a_loss_names_its_metrics(tmp_path):
         ),
         ("algorithm.adv_estimator", "return rewards, {'mine': rewards}", "expected a scalar"),
         ("algorithm.adv_estimator", "return rewards, {'std': 1.0}", "another name than mean"),
+        ("algorithm.kl_penalty", "return log_ratio.sum()", r"array of shape \(\); expected one"),
     ],
 )
-def test_a_wrong_loss_or_metric_is_refused(tmp_path, option, body, message):
+def test_a_wrong_result_or_metric_is_refused(tmp_path, option, body, message):
     with pytest.raises(UserError, match=message):
         try_body(tmp_path, option, body)
 

@@ -116,8 +116,3 @@ def test_a_step_on_shapes_runs_the_programs_of_the_table(options, tmp_path):
     assert list(dict.fromkeys(name for name in names if name)) == planned
     # One program makes all layers' weights for decoding, another one the rest.
     assert names.count("prepare_weights") == 2
-
-
-def test_names_are_unique():
-    names = [program.name for program in PROGRAMS]
-    assert len(set(names)) == len(names)

@@ -1,7 +1,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jax_ppo.ppo.reward_shaping import soft_overlong_penalty
 
@@ -14,9 +13,3 @@ def test_soft_overlong_penalty_by_hand():
     )
     assert penalty.dtype == jnp.float32
     np.testing.assert_array_equal(penalty, [0, 0, -0.25, -1, -2, -2])
-
-
-@pytest.mark.parametrize("buffer", [0, -1, 21])
-def test_a_buffer_that_does_not_fit_is_refused(buffer):
-    with pytest.raises(AssertionError, match="buffer"):
-        soft_overlong_penalty(jnp.array([1]), 20, buffer, 1.0)

@@ -94,11 +94,8 @@ def test_figures_of_the_rules_cover_the_samples_of_all_processes(monkeypatch):
         second = threads.submit(
             describe, 1, [2, 3, 4], reward__a=[3, 6, nan], reward__c=[7, nan, nan], failed=[1, 1, 1]
         )
-    assert (
-        first.result()
-        == second.result()
-        == (3, {"reward/a": 3.0, "reward/b": 1.0, "reward/c": 7.0})
-    )
+    expected = (3, {"reward/a": 3.0, "reward/b": 1.0, "reward/c": 7.0})
+    assert first.result() == second.result() == expected
 
 
 def make_scorer(mesh=None, rule=None, model_weight=1.0):
@@ -124,13 +121,8 @@ def test_the_reward_models_scores_are_weighted(monkeypatch):
 
 
 def test_figures_that_no_sample_has_are_nan():
-    failures, extra = rewarding._describe_rollout(
-        None,
-        np.arange(2),
-        {"reward/a": [np.nan] * 2, "failed": [True, False], "model_inputs_cut": [True, True]},
-        2,
-        real=2,
-    )
+    figures = {"reward/a": [np.nan] * 2, "failed": [True, False], "model_inputs_cut": [True] * 2}
+    failures, extra = rewarding._describe_rollout(None, np.arange(2), figures, 2, real=2)
     assert failures == 1 and np.isnan(extra["reward/a"])
     assert extra["reward/model_inputs_cut"] == 2
 
@@ -195,15 +187,9 @@ def test_a_sample_is_scored_once_where_tensor_parallelism_spans_processes(coordi
     for model in ("4", "2"):
         assert first[model].pop("calls") == texts[:4]
         assert second[model].pop("calls") == texts[4:]
-        assert (
-            first[model]
-            == second[model]
-            == {
-                "scores": [float(text.split()[0]) for text in texts],
-                "correct": [1.0] * 8,
-                "length": 3.5,
-            }
-        )
+        scores = [float(text.split()[0]) for text in texts]
+        expected = {"scores": scores, "correct": [1.0] * 8, "length": 3.5}
+        assert first[model] == second[model] == expected
 
 
 def test_rules_do_not_read_what_a_tool_has_answered():

@@ -1,5 +1,7 @@
 """The loss of routers in the update of mixtures of experts, and gradients on meshes."""
 
+import dataclasses
+
 import jax
 import pytest
 
@@ -86,8 +88,10 @@ def test_a_critics_routers_have_the_same_loss_and_by_default_there_is_none():
     assert share == pytest.approx(one[1]["critic/router_loss"] / 2, rel=1e-4)
 
 
-def test_a_model_without_experts_refuses_the_loss():
-    dense = Transformer(tiny.MIXTURE.__class__(**{**vars(tiny.MIXTURE), "num_experts": 0}))
-    refuse_without_experts("actor.router_aux_loss_coef", 0.0, 0, dense)
+def test_a_model_without_experts_refuses_what_reads_them():
+    option = "actor.router_aux_loss_coef"
+    dense = Transformer(dataclasses.replace(tiny.MIXTURE, num_experts=0))
+    refuse_without_experts(option, 0.1, 0, Transformer(tiny.MIXTURE))
+    refuse_without_experts(option, 0.0, 0, dense)
     with pytest.raises(UserError, match=r"config\.actor\.router_aux_loss_coef=0\.1: must be 0"):
-        refuse_without_experts("actor.router_aux_loss_coef", 0.1, 0, dense)
+        refuse_without_experts(option, 0.1, 0, dense)

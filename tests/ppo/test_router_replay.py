@@ -11,7 +11,6 @@ import pytest
 
 import tiny
 from answering import Answering
-from jax_ppo.config.loading import load_config
 from jax_ppo.errors import UserError
 from jax_ppo.models.experts import ExpertMLP
 from jax_ppo.models.layer_stack import unroll_params
@@ -22,7 +21,6 @@ from jax_ppo.ppo import forward_passes
 from jax_ppo.run import ppo_training
 from jax_ppo.sampler.decode_loop import sampler_program
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.training.networks import refuse_without_experts
 from jax_ppo.types import Prompts
 from llama_folder import write_arithmetic_llama
 from tiny_update import assert_close, run_gradients
@@ -200,45 +198,19 @@ def test_packing_and_micro_batches_do_not_change_what_is_replayed(recorded):
         assert_close(expected, others, tolerance=0.1)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"actor.router_replay.mode": "R2"}, "actor.router_replay.mode='R2': expected one of"),
-        (
-            {"actor.router_replay.mode": "R3", "rollout.engine": "a:B"},
-            "config.actor.router_replay.mode='R3': config.rollout.engine='a:B' does not record it",
-        ),
-    ],
-)
-def test_what_cannot_be_replayed_is_refused(values, message):
-    with pytest.raises(UserError) as caught:
-        load_config("arithmetic", values)
-    assert message in str(caught.value)
+def test_what_an_engine_does_not_record_cannot_be_replayed():
+    with pytest.raises(UserError, match="mode='R3': .*rollout.engine='a:B' does not record it"):
+        tiny.config(actor__router_replay__mode="R3", rollout__engine="a:B")
 
 
-def test_a_model_without_experts_has_no_routing_to_replay():
-    option = ("actor.router_replay.mode", "R3", "disabled")
-    refuse_without_experts(*option, Transformer(MIXTURE))
-    dense = Transformer(dataclasses.replace(MIXTURE, num_experts=0))
-    refuse_without_experts(option[0], "disabled", "disabled", dense)
-    with pytest.raises(UserError, match=r"router_replay\.mode='R3': must be 'disabled'"):
-        refuse_without_experts(*option, dense)
-
-
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param(
-            {"algorithm__adv_estimator": "grpo", "rollout__n": 4, "rollout__keep": 2},
-            marks=pytest.mark.exhaustive,
-            id="selected",
-        ),
-        pytest.param(
-            {"rollout__max_staleness": 1, "algorithm__rollout_is": "token"},
-            marks=pytest.mark.exhaustive,
-            id="sampled ahead",
-        ),
+        {"algorithm__adv_estimator": "grpo", "rollout__n": 4, "rollout__keep": 2},
+        {"rollout__max_staleness": 1, "algorithm__rollout_is": "token"},
     ],
+    ids=["selected", "sampled ahead"],
 )
 def test_a_run_replays_the_routing_of_its_own_samples(changes, tmp_path):
     """In float32 both programs compute the same, unless the record is another sample's."""

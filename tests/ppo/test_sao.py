@@ -54,8 +54,7 @@ def test_the_objective_is_the_papers_by_enumeration():
         # The second of two steps: a clip would keep values near those of the first.
         moved = tiny.with_models(state, critic=jax.tree.map(lambda x: 1.5 * x, state.critic))
         values = np.asarray(tiny.make_experience(CONFIG, mesh, moved, rollout)[0].values)
-        batches = tiny.pack_batches(CONFIG, mesh, rollout, [np.arange(tiny.B)], 4)
-        batch = jax.tree.map(lambda x: x[0], batches)
+        batch = tiny.pack_batch(CONFIG, mesh, rollout, 4)
         arguments = (state.reference, experience, batch)
         _, actor = tiny.actor_gradients(CONFIG, state.actor, *arguments)
         _, critic = tiny.critic_gradients(CONFIG, moved.critic, *arguments)

@@ -11,23 +11,18 @@ import tiny
 from jax_ppo.training import forward
 from jax_ppo.training.networks import Networks
 from jax_ppo.training.state import StateBuilder, trained_trees
-from tiny_update import HALVES, assert_close
+from tiny_update import HALVES, assert_close, run_gradients
 
 SHARED = {"critic__shared_trunk": True, "critic__value_loss_coef": 0.3}
 LORA = {"model__lora__rank": 4}
 
 
-def gradients(config, mesh, role, nets, rows=4):
-    """Return the gradients for one mini-batch of all samples.
-
-    The parameters have moved since the rollout.
-    """
+def gradients(config, mesh, role, nets):
+    """Return gradients and metrics of one mini-batch; parameters moved since the rollout."""
     with jax.set_mesh(mesh):
         state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
-        experience, _ = tiny.make_experience(config, mesh, state, rollout, rows=rows)
-        batch = jax.tree.map(
-            lambda x: x[0], tiny.pack_batches(config, mesh, rollout, [np.arange(tiny.B)], rows)
-        )
+        experience, _ = tiny.make_experience(config, mesh, state, rollout, rows=4)
+        batch = tiny.pack_batch(config, mesh, rollout, 4)
 
         def run(params, reference, experience, batch):
             learner = tiny.actor_learner(config, nets, experience, reference)
@@ -44,7 +39,7 @@ def gradients(config, mesh, role, nets, rows=4):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("options", [{}, pytest.param(LORA, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("options", [{}, LORA])
 def test_the_gradient_is_the_sum_of_both(options):
     config, mesh = tiny.config(**SHARED, **options), tiny.make_mesh()
     nets = tiny.networks(config)
@@ -56,9 +51,8 @@ def test_the_gradient_is_the_sum_of_both(options):
     assert_close(joint_gradient, both, tolerance=1e-4)
     for name, value in (actor_metrics | critic_metrics).items():
         assert float(metrics[name]) == pytest.approx(float(value), rel=1e-5, abs=1e-6), name
-    assert not np.any(actor_gradient["score"]["kernel"]) and np.any(
-        critic_gradient["score"]["kernel"]
-    )
+    assert not np.any(actor_gradient["score"]["kernel"])
+    assert np.any(critic_gradient["score"]["kernel"])
 
 
 @pytest.mark.exhaustive
@@ -75,16 +69,15 @@ def test_devices_do_not_change_the_gradient(monkeypatch, shape, options):
     """Of two layers, one for each of two stages."""
     monkeypatch.setattr(tiny, "ARCHITECTURE", dataclasses.replace(tiny.ARCHITECTURE, num_layers=2))
     config = tiny.config(**SHARED, model__gradient_checkpointing=True, **options)
-    nets = tiny.networks(config)
     expected, ours = (
-        gradients(config, mesh, None, nets, rows=8)[0]
+        run_gradients(config, mesh, 8, roles=("actor",))[0]
         for mesh in (tiny.make_mesh(), tiny.make_mesh(8, data=1, **shape))
     )
     assert_close(ours, expected, tolerance=1e-4)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("options", [{}, pytest.param(LORA, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("options", [{}, LORA])
 def test_one_pass_serves_both(options, monkeypatch):
     """The trunk is traced three times: for scoring the policy, the reference, and both losses."""
     config = tiny.config(actor__ppo_epochs=2, algorithm__lam=0.95, **SHARED, **options)
@@ -116,7 +109,7 @@ def test_its_shapes_are_foreseen():
     config, mesh = tiny.config(**SHARED), tiny.make_mesh()
     with jax.set_mesh(mesh):
         state = tiny.make_state(config, mesh)
-    shapes = StateBuilder(config, tiny.networks(config), mesh).trained_shapes()
-    assert jax.tree.map(jnp.shape, trained_trees(state)) == jax.tree.map(jnp.shape, shapes)
     states = StateBuilder(config, tiny.networks(config), mesh)
+    shapes = states.trained_shapes()
+    assert jax.tree.map(jnp.shape, trained_trees(state)) == jax.tree.map(jnp.shape, shapes)
     assert "score" not in states.shapes().reference

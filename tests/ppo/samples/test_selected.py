@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 import tiny
-from jax_ppo.config import loading
 from jax_ppo.errors import UserError
 from jax_ppo.ppo.samples import selected as selected_samples
 from jax_ppo.ppo.samples.selected import choose_groups, choose_responses, is_uniform
 from jax_ppo.reporting.files import read_samples
 from jax_ppo.run import ppo_training
-from jax_ppo.training.random_streams import sample_key, training_stream
 from llama_folder import write_arithmetic_llama
+from whole_run import read_rows
 
+FILTERED = {"algorithm__filter_groups__enable": True}
 # Prompts with an odd answer earn nothing; other responses earn a number that they determine.
 REWARD = """
 import zlib
@@ -27,23 +27,6 @@ def reward(data_source, solution_str, ground_truth, extra_info):
     score = 0.0 if odd else zlib.crc32(solution_str.encode()) % 97 / 97
     return {"score": score, "odd": odd, "acc": score > 0.5}
 """
-CONFIG = """
-from jax_ppo.config.loading import default_config
-def get_config():
-    config = default_config()
-    config.data.train_files = "arithmetic:128"
-    config.data.train_batch_size = config.actor.ppo_mini_batch_size = 8
-    config.data.max_prompt_length, config.data.max_response_length = 48, 8
-    config.model.path, config.model.dtype = "{model}", "float32"
-    config.reward.function, config.reward.workers = "{reward}", 0
-    config.rollout.n = 3
-    config.trainer.total_training_steps = 4
-    config.trainer.save_freq, config.trainer.max_checkpoints = 2, 9
-    config.trainer.log_rollouts, config.trainer.log_rollouts_freq = 99, 1
-    config.trainer.compilation_cache, config.trainer.logger = "off", ""
-    config.trainer.export = False
-    return config
-"""
 
 
 @pytest.fixture(scope="module")
@@ -51,15 +34,26 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     write_arithmetic_llama(folder, problems=200)
     (folder / "reward.py").write_text(REWARD)
-    (folder / "config.py").write_text(
-        CONFIG.format(model=folder / "llama", reward=f"{folder}/reward.py:reward")
-    )
     return folder
 
 
-def train(files, workdir, **options):
-    changes = {name.replace("__", "."): value for name, value in options.items()}
-    return ppo_training.train_ppo(loading.load_config(f"{files}/config.py", changes), workdir)
+def train(files, workdir, **changes):
+    options = dict(
+        data__train_files="arithmetic:128",
+        data__max_prompt_length=48,
+        data__max_response_length=8,
+        model__path=str(files / "llama"),
+        reward__function=f"{files}/reward.py:reward",
+        reward__workers=0,
+        rollout__n=3,
+        trainer__total_training_steps=4,
+        trainer__save_freq=2,
+        trainer__max_checkpoints=9,
+        trainer__log_rollouts=99,
+        trainer__log_rollouts_freq=1,
+        trainer__export=False,
+    )
+    ppo_training.train_ppo(tiny.config(**options | changes), workdir)
 
 
 def records_of_steps(workdir):
@@ -111,7 +105,7 @@ def test_groups_that_differ_fill_the_places_in_the_order_of_the_draws():
 @pytest.fixture(scope="module")
 def filtered(files, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("filtered")
-    train(files, workdir, algorithm__filter_groups__enable=True)
+    train(files, workdir, **FILTERED)
     return workdir
 
 
@@ -121,7 +115,8 @@ def test_every_group_of_a_filtered_run_has_different_rewards(filtered):
     assert sorted(steps) == [1, 2, 3, 4]
     prompts = []
     for records in steps.values():
-        assert len(records) == 24
+        # No two samples share random numbers.
+        assert len({tuple(record["address"].values()) for record in records}) == len(records) == 24
         for group in groups_of(records):
             assert len({record["score"] for record in group}) > 1
             (prompt,) = {record["prompt"] for record in group}
@@ -133,9 +128,7 @@ def test_every_group_of_a_filtered_run_has_different_rewards(filtered):
 
 @pytest.mark.slow
 def test_metrics_tell_how_many_draws_were_needed_and_what_all_of_them_earned(filtered):
-    lines = (filtered / "training_metrics.csv").read_text().splitlines()
-    rows = [dict(zip(lines[0].split(","), line.split(","), strict=True)) for line in lines[1:]]
-    for row in rows:
+    for row in read_rows(filtered):
         draws = float(row["rollout/draws"])
         assert 1 <= draws <= 10
         # Of all draws, not only of the samples that were kept.
@@ -145,45 +138,21 @@ def test_metrics_tell_how_many_draws_were_needed_and_what_all_of_them_earned(fil
 
 
 @pytest.mark.slow
-def test_no_two_samples_of_a_step_share_random_numbers(filtered):
-    records = records_of_steps(filtered)[1]
-    keys = {
-        tuple(
-            jax.random.key_data(
-                jax.random.fold_in(
-                    sample_key(0, training_stream(record["address"]["draw"]), 0),
-                    record["address"]["sample"],
-                )
-            ).tolist()
-        )
-        for record in records
-    }
-    assert len(keys) == len(records) == 24
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("metric", ["score", "accuracy"])
 def test_a_resumed_run_selects_the_same_samples(files, tmp_path, metric):
-    options = {"algorithm__filter_groups__enable": True, "algorithm__filter_groups__metric": metric}
+    options = {**FILTERED, "algorithm__filter_groups__metric": metric}
     train(files, tmp_path / "undisturbed", **options)
     shutil.copytree(tmp_path / "undisturbed", tmp_path / "resumed")
     shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "4")
     train(files, tmp_path / "resumed", **options)
-    resumed, undisturbed = [
-        records_of_steps(tmp_path / name) for name in ("resumed", "undisturbed")
-    ]
-    assert resumed == undisturbed and len(resumed) == 4
+    resumed = records_of_steps(tmp_path / "resumed")
+    assert resumed == records_of_steps(tmp_path / "undisturbed") and len(resumed) == 4
 
 
 @pytest.mark.slow
 def test_places_that_the_last_draw_leaves_hold_groups_with_equal_rewards(files, tmp_path):
-    train(
-        files,
-        tmp_path,
-        algorithm__filter_groups__enable=True,
-        algorithm__filter_groups__max_num_gen_batches=1,
-        trainer__total_training_steps=2,
-    )
+    once = {"algorithm__filter_groups__max_num_gen_batches": 1}
+    train(files, tmp_path, **FILTERED, **once, trainer__total_training_steps=2)
     records = records_of_steps(tmp_path)
     scores = [[r["score"] for r in group] for group in groups_of(records[1])]
     differs = [len(set(group)) > 1 for group in scores]
@@ -215,18 +184,15 @@ def test_the_best_responses_of_each_prompt_are_learned_from(files, tmp_path, dev
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rollout.keep": 4}, "config.rollout.keep=4: expected at most config.rollout.n=3"),
-        ({"rollout.n": 1, "algorithm.filter_groups.enable": True}, "config.rollout.n=1: .*2 or"),
-        ({"rollout.keep": 1, "algorithm.adv_estimator": "rloo"}, "config.rollout.keep=1: .*2 or"),
-        (
-            {"algorithm.filter_groups.enable": True, "reward.model_path": "m"},
-            "filter_groups.enable=True.*rewards of rules",
-        ),
+        ({"rollout__keep": 4}, "config.rollout.keep=4: expected at most config.rollout.n=3"),
+        ({"rollout__n": 1, **FILTERED}, "config.rollout.n=1: .*2 or"),
+        ({"rollout__keep": 1, "algorithm__adv_estimator": "rloo"}, "rollout.keep=1: .*2 or"),
+        ({"reward__model_path": "m", **FILTERED}, "filter_groups.enable=True.*rewards of rules"),
     ],
 )
-def test_selections_that_cannot_work_are_refused(files, options, message):
+def test_selections_that_cannot_work_are_refused(options, message):
     with pytest.raises(UserError, match=message):
-        loading.load_config(f"{files}/config.py", options)
+        tiny.config(**{"rollout__n": 3} | options)
 
 
 def test_rewards_of_steps_count_in_the_choice():
