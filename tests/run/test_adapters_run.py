@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jax_ppo.config import command_line, schema
+from jax_ppo.config import command_line
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.load import read_architecture
 from jax_ppo.models.hf.peft import save_adapters
@@ -44,10 +44,7 @@ def get_config(arg=None):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Write a random tiny Llama with a tokenizer, a reward model as adapters, and a configuration.
-
-    The reward model's adapters belong to the same Llama.
-    """
+    """Write a tiny Llama, adapters of a reward model that belong to it, and a configuration."""
     folder = tmp_path_factory.mktemp("lora")
     architecture = read_architecture(write_arithmetic_llama(folder, problems=200))
     shape = Lora(2, 2.0, ("k_proj", "up_proj"))
@@ -60,6 +57,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return folder
 
 
+# Rank and targets are those of the adapters that a run starts from.
+EXPORTED = [f"--config.model.lora.{x}" for x in ("rank=0", "alpha=16", "targets=all-linear")]
 # Shows what is loaded, however fast that is.
 TRAIN = """
 import sys
@@ -75,6 +74,12 @@ def run(files, workdir, *overrides, devices=1):
     return run_python("-c", TRAIN, *options, devices=devices).stdout
 
 
+def train(files, workdir, *overrides):
+    """Train in this process."""
+    arguments = ["train", f"--config={files}/config.py", *overrides]
+    ppo_training.train_ppo(command_line.read_command_line(arguments)[0], workdir)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(files, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("undisturbed")
@@ -85,16 +90,12 @@ def undisturbed(files, tmp_path_factory):
 def test_a_run_learns_adapters_alone(files, undisturbed):
     workdir, output = undisturbed
     assert "loaded the base: 20 tensors" in output and "loaded the reference" not in output
-    assert (
-        "loaded the critic's adapters: 9 tensors" in output
-        and "loaded the reward model's adapters: 9 tensors" in output
-    )
+    for role in ("critic", "reward model"):
+        assert f"loaded the {role}'s adapters: 9 tensors" in output
     first, second = read_steps(workdir)
     assert abs(float(first["kl/reference"])) < 1e-6 < abs(float(second["kl/reference"]))
-    assert all(
-        float(row["actor/first_log_ratio"]) < 1e-5 < float(row["actor/log_ratio_max"])
-        for row in (first, second)
-    )
+    for row in (first, second):
+        assert float(row["actor/first_log_ratio"]) < 1e-5 < float(row["actor/log_ratio_max"])
     assert abs(float(first["critic/values_mean"])) > 1e-3  # the head is the reward model's
 
     base, merged = (
@@ -102,10 +103,8 @@ def test_a_run_learns_adapters_alone(files, undisturbed):
     )
     tensors = load_file(workdir / "adapter" / "adapter_model.safetensors")
     config = json.loads((workdir / "adapter" / "adapter_config.json").read_text())
-    assert config["target_modules"] == ["q_proj", "v_proj", "down_proj"] and (
-        config["r"],
-        config["lora_alpha"],
-    ) == (4, 8)
+    assert config["target_modules"] == ["q_proj", "v_proj", "down_proj"]
+    assert (config["r"], config["lora_alpha"]) == (4, 8)
     assert config["base_model_name_or_path"] == f"{files}/llama" and len(tensors) == 12
     for name, weight in merged.items():
         prefix = "base_model.model." + name.removesuffix("weight")
@@ -125,9 +124,10 @@ def test_stopped_and_resumed_is_bit_equal(files, undisturbed, tmp_path):
         for folder in (tmp_path, undisturbed[0])
     )
     assert ours == theirs
-    assert [row["critic/loss"] for row in read_steps(tmp_path)] == [
-        row["critic/loss"] for row in read_steps(undisturbed[0])
-    ]
+    ours, theirs = (
+        [row["critic/loss"] for row in read_steps(folder)] for folder in (tmp_path, undisturbed[0])
+    )
+    assert ours == theirs
 
 
 @pytest.mark.exhaustive
@@ -137,9 +137,7 @@ def test_eight_devices_begin_where_the_first_run_ended(files, undisturbed, tmp_p
         files,
         tmp_path,
         f"--config.model.lora.path={undisturbed[0]}/adapter",
-        "--config.model.lora.rank=0",
-        "--config.model.lora.alpha=16",
-        "--config.model.lora.targets=all-linear",
+        *EXPORTED,
         "--config.mesh.fsdp=2",
         "--config.mesh.model=2",
         devices=8,
@@ -154,10 +152,6 @@ def test_eight_devices_begin_where_the_first_run_ended(files, undisturbed, tmp_p
     [
         ("--config.critic.path={files}/llama", r"config\.critic\.path: .*/llama holds no adapters"),
         (
-            "--config.reference.path={files}/llama",
-            r"config\.reference\.path: .*/llama holds no adapters",
-        ),
-        (
             "--config.model.lora.rank=0",
             r"config\.critic\.path=.*reward': holds adapters; expected all weights",
         ),
@@ -165,32 +159,17 @@ def test_eight_devices_begin_where_the_first_run_ended(files, undisturbed, tmp_p
 )
 def test_mistakes_are_told_before_weights_load(files, tmp_path, override, message, no_weights):
     with pytest.raises(UserError, match=message):
-        config, _ = command_line.read_command_line(
-            ["train", f"--config={files}/config.py", override.format(files=files)]
-        )
-        assert isinstance(config, schema.Config)
-        ppo_training.train_ppo(config, tmp_path)
+        train(files, tmp_path, override.format(files=files))
 
 
 def test_a_critic_of_another_vocabulary_is_refused(files, tmp_path, no_weights):
     train_tokenizer(["other words"], 60, tmp_path / "tokenizer")
     critic = shutil.copytree(files / "llama", tmp_path / "critic")
     shutil.copytree(tmp_path / "tokenizer", critic, dirs_exist_ok=True)
-    with pytest.raises(
-        UserError,
-        match=r"config\.critic\.path='.*/critic': its tokenizer has another vocabulary",
-    ):
-        config, _ = command_line.read_command_line(
-            [
-                "train",
-                f"--config={files}/config.py",
-                "--config.model.lora.rank=0",
-                "--config.reward.model_path=",
-                "--config.critic.keep_head=False",
-                f"--config.critic.path={critic}",
-            ]
-        )
-        ppo_training.train_ppo(config, tmp_path / "run")
+    options = ("model.lora.rank=0", "reward.model_path=", "critic.keep_head=False")
+    options = [f"--config.{option}" for option in (*options, f"critic.path={critic}")]
+    with pytest.raises(UserError, match=r"critic\.path='.*': its tokenizer has another vocabulary"):
+        train(files, tmp_path / "run", *options)
 
 
 @pytest.mark.parametrize(
@@ -214,12 +193,11 @@ def test_adapters_of_another_folder_are_refused(
     text = path.read_text()
     try:
         path.write_text(text.replace(f"{files}/llama", base))
-        config, _ = command_line.read_command_line(["train", f"--config={files}/config.py"])
         with pytest.raises(
             UserError if refused else KeyboardInterrupt,
             match=f"belong to '{base}'" if refused else "weights",
         ):
-            ppo_training.train_ppo(config, tmp_path)
+            train(files, tmp_path)
     finally:
         path.write_text(text)
     assert (f"belong to '{base}'" in caplog.text) == warned
@@ -261,9 +239,7 @@ def test_the_kl_may_be_measured_to_the_adapters_that_a_run_starts_from(
 ):
     adapters = undisturbed[0] / "adapter"
     options = (
-        "--config.model.lora.rank=0",
-        "--config.model.lora.alpha=16",
-        "--config.model.lora.targets=all-linear",
+        *EXPORTED,
         f"--config.model.lora.path={adapters}",
         f"--config.reference.path={adapters}",
         "--config.actor.use_kl_loss=True",

@@ -10,7 +10,6 @@ from safetensors.numpy import load_file, save_file
 
 import tiny
 from data_files import write_rows
-from jax_ppo.config.loading import default_config, from_config_dict
 from jax_ppo.errors import UserError
 from jax_ppo.run import ppo_training
 from jax_ppo.training.roles import read_networks, resolve_role_folders, resolve_roles
@@ -21,29 +20,16 @@ from whole_run import read_lines, read_rows
 STEPS = 4
 
 
-def alone(**changes):
-    """Return the options of a small run of `jax_ppo.critic`."""
-    values = default_config()
-    for name, value in changes.items():
-        values.update_from_flattened_dict({name.replace("__", "."): value})
-    return from_config_dict(values, "critic")
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Train a critic alone; return its options and work directory."""
     folder = tmp_path_factory.mktemp("critic")
     write_arithmetic_llama(folder)
-    config = alone(
+    config = tiny.config(
+        "critic",
         model__path=str(folder / "llama"),
-        model__dtype="float32",
-        model__gradient_checkpointing=False,
         data__train_files="arithmetic:32",
-        data__train_batch_size=8,
         data__max_prompt_length=80,
-        data__max_response_length=10,
-        actor__ppo_mini_batch_size=8,
-        critic__optim__lr=1e-2,
         reward__terms="length[5:200]:1",
         trainer__log_rollouts=8,
         trainer__log_rollouts_freq=1,
@@ -95,14 +81,11 @@ def test_a_critic_learns_from_the_files_of_a_run_and_resumes_exactly(trained, tm
         write_rows(files / path.name, records)
     with (files / "training_000004.jsonl").open("a") as file:
         file.write('{"prompt": "half')
-    config = alone(
+    config = tiny.config(
+        "critic",
         model__path=config.model.path,
-        model__dtype="float32",
         data__train_files="",
-        data__train_batch_size=8,
         data__max_prompt_length=80,
-        data__max_response_length=10,
-        actor__ppo_mini_batch_size=8,
         critic__optim__lr=3e-3,
         critic__cliprange_value=0.0,
         critic__ppo_epochs=2,
@@ -174,9 +157,8 @@ def test_a_critic_of_normalized_returns_keeps_its_unit(trained, tmp_path):
     unit = json.loads((exported / "value_unit.json").read_text())
     assert unit["count"] > 0 and unit["mean"] > 0
     state = first_state(continued(str(exported), True))
-    assert {
-        name: float(x) for name, x in state.control.moments["returns"]._asdict().items()
-    } == unit
+    moments = state.control.moments["returns"]._asdict()
+    assert {name: float(x) for name, x in moments.items()} == unit
     head = load_file(exported / "model.safetensors")["score.weight"]
     np.testing.assert_array_equal(state.critic["score"]["kernel"][:, 0], head[0])
     with pytest.raises(UserError, match="predicts normalized returns; set it to True"):
@@ -210,19 +192,14 @@ def test_a_resume_on_another_actor_is_refused(trained, tmp_path):
 
 
 def test_targets_are_whole_returns_unless_lambda_is_set():
-    values = {"data__train_files": "arithmetic:8", "algorithm__lam": 0.9}
-    assert alone(**values).algorithm.critic_lam == 1
-    assert alone(**values, algorithm__critic_lam=0.95).algorithm.critic_lam == 0.95
+    assert tiny.config("critic", algorithm__lam=0.9).algorithm.critic_lam == 1
+    assert tiny.config("critic", algorithm__critic_lam=0.95).algorithm.critic_lam == 0.95
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"algorithm__adv_estimator": "grpo", "rollout__n": 2}, "config.trainer.critic_only=True"),
-        ({"critic__shared_trunk": True}, "config.trainer.critic_only=True"),
-    ],
+    "changes",
+    [{"algorithm__adv_estimator": "grpo", "rollout__n": 2}, {"critic__shared_trunk": True}],
 )
-def test_what_no_other_run_could_use_is_refused(changes, message):
-    with pytest.raises(UserError) as caught:
-        alone(data__train_files="arithmetic:8", **changes)
-    assert message in str(caught.value)
+def test_what_no_other_run_could_use_is_refused(changes):
+    with pytest.raises(UserError, match=r"config\.trainer\.critic_only=True"):
+        tiny.config("critic", **changes)

@@ -91,8 +91,7 @@ def test_before_training_the_bias_is_the_negative_mean_return(shared, tmp_path):
     lengths = np.array([len(record["response_ids"]) for record in records])
     first, last = summary["evaluations"]
     assert len(records) == 12 and returns.any()
-    assert first["critic/bias"] == pytest.approx(-np.average(returns, weights=lengths), abs=1e-6)
-    assert first["critic/error"] == pytest.approx(
-        np.sqrt(np.average(returns**2, weights=lengths)), abs=1e-6
-    )
+    mean, square = (np.average(x, weights=lengths) for x in (returns, returns**2))
+    assert first["critic/bias"] == pytest.approx(-mean, abs=1e-6)
+    assert first["critic/error"] == pytest.approx(np.sqrt(square), abs=1e-6)
     assert last["critic/bias"] != first["critic/bias"]

@@ -35,8 +35,7 @@ def run_check(capsys, *arguments):
 
 
 def test_good_data_are_described(tmp_path, model, capsys):
-    rows = [ROW, ROW, ROW | {"question": "2 + 2?", "answer": "5\n#### 4\nor #### 5"}]
-    rows[2]["answer"] = "I think 4 #### 4"
+    rows = [ROW, ROW, {"question": "2 + 2?", "answer": "I think 4 #### 4"}]
     training = write_rows(tmp_path / "a.jsonl", rows)
     held_out = write_rows(tmp_path / "b.jsonl", [ROW])
     report, code = run_check(
@@ -180,10 +179,8 @@ def test_a_function_is_called_once_for_each_source_on_a_short_and_an_empty_respo
     keys = ["gold", "data_source"]
     assert found == [("a", [0.5, 0.0], keys), ("b", [None, None], keys)]
     (problem,) = report["problems"]
-    assert code == 1 and problem.endswith(
-        "mine.py:score fails on 'The answer is 1.' and on '', data source 'b': TypeError: 'in "
-        "<string>' requires string as left operand, not int"
-    )
+    where = "fails on 'The answer is 1.' and on '', data source 'b': TypeError: 'in <string>' req"
+    assert code == 1 and f"mine.py:score {where}" in problem
     made = [line.partition(" ") for line in calls.read_text().splitlines()]
     assert [text for _, _, text in made] == [f"{x}{y}" for x in "ab" for y in rule_trial.MADE_UP]
     assert str(os.getpid()) not in {process for process, _, _ in made}
@@ -243,13 +240,10 @@ def test_the_shipped_configuration_of_a_reward_model_is_checked_without_rules(
     rows = [{"chosen": f"{turns}2", "rejected": f"{turns}3"}] * 64
     path = write_rows(tmp_path / "a.jsonl", rows)
     options = (f"--config.model.path={model}", "--config.data.val_files=")
-    report, code = run_check(
-        capsys, path, "--config=hh_rlhf_reward", "--for=reward_model", *options
-    )
-    assert (report["command"], code, report["problems"]) == ("reward_model", 0, [])
-    assert not report["warnings"]
-    report, code = run_check(capsys, path, "--config=hh_rlhf_sft", "--for=sft", *options)
-    assert (report["command"], code, report["problems"]) == ("sft", 0, [])
+    for command, config in (("reward_model", "hh_rlhf_reward"), ("sft", "hh_rlhf_sft")):
+        report, code = run_check(capsys, path, f"--config={config}", f"--for={command}", *options)
+        assert (report["command"], code, report["problems"]) == (command, 0, [])
+        assert not report["warnings"] or command == "sft"
 
 
 def test_prompts_that_ask_for_another_form_are_a_warning(tmp_path, capsys):
@@ -261,9 +255,7 @@ def test_prompts_that_ask_for_another_form_are_a_warning(tmp_path, capsys):
     ]
     path = write_rows(tmp_path / "a.jsonl", rows)
     (warning,) = run_check(capsys, path)[0]["warnings"]
-    assert warning.startswith(
-        "training data: 1 of 4 prompts ask for `\\boxed`, and their rule reads"
-    )
+    assert warning.startswith("training data: 1 of 4 prompts ask for `\\boxed`, and their rule re")
     assert "config.reward.terms=math:1.0" in warning
 
 
@@ -328,7 +320,6 @@ def test_mistakes_are_one_line(capsys):
         (["a.jsonl", "--for=sft", "--samples=3"], "error: --samples=3: sft samples no responses"),
         (["a.jsonl", "--for=stf"], "error: --for=stf: expected train, sft.*Did you mean 'sft'"),
         ([], "error: check: name the files"),
-        ([""], "error: check: name the files"),
         (["a.jsonl", "--jsn"], "error: --jsn: no such option of check. Did you mean '--json'"),
         (["/nowhere/a.jsonl"], "error: config.data.train_files: there is no file"),
         (["--config=gsm9k"], "error: "),
@@ -371,9 +362,10 @@ def test_a_function_that_needs_a_column_that_no_row_has_is_refused_before_models
     config = dataclasses.replace(
         Config(), data=Data(train_files=path), reward=Reward(function=f"{tmp_path}/mine.py:f")
     )
-    with pytest.raises(UserError, match="its argument 'trainer_state' is not a column of the data"):
+    message = "its argument 'trainer_state' is not a column of the data"
+    with pytest.raises(UserError, match=message):
         build.build_run(config, tmp_path, tiny.make_mesh(), print)
-    with pytest.raises(UserError, match="its argument 'trainer_state' is not a column of the data"):
+    with pytest.raises(UserError, match=message):
         data_check.check_data(config)
 
 

@@ -122,13 +122,8 @@ def train(monkeypatch, devices, folder, workdir, **changes):
     return {int(row["step"]): (row, samples[int(row["step"])]) for row in read_metrics(workdir)}
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param(AHEAD, marks=pytest.mark.slow, id="one step ahead"),
-        pytest.param(CONTINUED, marks=pytest.mark.slow, id="partial rollouts"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [AHEAD, CONTINUED], ids=["one step ahead", "partial rollouts"])
 def test_an_update_ends_while_the_next_step_is_decoded_and_results_stay(
     changes, tmp_path, monkeypatch
 ):
@@ -140,9 +135,8 @@ def test_an_update_ends_while_the_next_step_is_decoded_and_results_stay(
     steps = train(monkeypatch, 4, tmp_path, tmp_path / "separate", **separate)
     assert steps == shared and list(steps) == [1, 2, 3, 4]
     # Of partial rollouts, the last step has a stage of those that would have gone on, too.
-    assert (
-        overlap.updates == overlap.overlapping == STEPS - (changes["rollout__max_staleness"] == 1)
-    )
+    beside = STEPS - (changes["rollout__max_staleness"] == 1)
+    assert overlap.updates == overlap.overlapping == beside
     # A signal while the fourth step is decoded beside the third one's update.
     stopped, lines = tmp_path / "stopped", []
     with monkeypatch.context() as patch, signals.handle_stop_signals(ends_process=False):

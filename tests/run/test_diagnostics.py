@@ -67,8 +67,8 @@ PROBLEMS = {
 
 def observe(rows, **options):
     """Return the messages of a run with these metrics, by name, in order."""
-    config = tiny.config(algorithm__adv_estimator="grpo", rollout__n=2, **options)
-    diagnosis = Diagnosis(config, total_steps=STEPS)
+    options = {"algorithm__adv_estimator": "grpo", "rollout__n": 2} | options
+    diagnosis = Diagnosis(tiny.config(**options), total_steps=STEPS)
     progress = Progress()
     return [
         (kind, message)
@@ -131,13 +131,9 @@ def test_a_filter_that_leaves_no_prompt_says_so():
     assert not diagnosis.observe({"reward/uniform_groups": 0.9, "rollout/draws": 3})
 
 
-def test_nothing_is_said_of_a_healthy_run():
-    assert observe([{}] * STEPS) == []
-
-
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_a_problem_that_ends_and_returns_is_said_once_with_a_number_and_an_option(name):
-    rows = [{}] + [PROBLEMS[name]] * STEPS + [{}] * STEPS + [PROBLEMS[name]] * STEPS
+    rows = [{}] * STEPS + [PROBLEMS[name]] * STEPS + [{}] * STEPS + [PROBLEMS[name]] * STEPS
     ((said, message),) = observe(rows)
     assert said == name and "config." in message and any(c.isdigit() for c in message)
 
@@ -217,9 +213,7 @@ def test_one_response_to_all_prompts_is_said():
 
 
 def test_equal_groups_are_no_problem_of_estimators_that_do_not_compare_them():
-    diagnosis = Diagnosis(tiny.config(), STEPS)
-    for _ in range(STEPS):
-        assert diagnosis.observe(HEALTHY | PROBLEMS["equal_groups"]) == {}
+    assert observe([PROBLEMS["equal_groups"]] * STEPS, algorithm__adv_estimator="gae") == []
 
 
 def test_idle_slots_of_runs_that_sample_ahead_do_not_name_the_option():

@@ -42,7 +42,8 @@ def test_every_epoch_of_every_step_cuts_the_whole_rollout_anew():
 
 def test_roles_cut_a_rollout_as_their_options_say():
     mesh, lengths = tiny.make_mesh(2), np.full(tiny.B, 4)
-    same = make_packer(tiny.config(critic__ppo_epochs=1), mesh).pack(0, lengths).mini_batches
+    unset = tiny.config(actor__ppo_epochs=3, actor__ppo_micro_batch_size_per_device=2)
+    same = make_packer(unset, mesh).pack(0, lengths).mini_batches
     assert same["critic"] is same["actor"]  # one packing is made and transferred
     other_options = dict(
         critic__ppo_epochs=3,
@@ -132,12 +133,3 @@ def test_filters_are_said_to_make_what_is_learned_off_policy(options, reported, 
     with pytest.raises(KeyError, match="folders"):
         build.build_run(tiny.config(**options), None, tiny.make_mesh(), lines.append)
     assert any("off-policy" in line for line in lines) == reported
-
-
-def test_what_the_critic_leaves_unset_follows_the_actor():
-    options = {"actor__ppo_micro_batch_size_per_device": 2, "actor__ppo_epochs": 3}
-    critic = make_packer(tiny.config(**options)).partitions["critic"]
-    assert (critic.rows_per_device, critic.epochs) == (2, 3)
-    own = tiny.config(critic__ppo_micro_batch_size_per_device=4, critic__ppo_epochs=1, **options)
-    critic = make_packer(own).partitions["critic"]
-    assert (critic.rows_per_device, critic.epochs) == (4, 1)

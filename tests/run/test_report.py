@@ -39,6 +39,9 @@ HEALTHY = {
 }
 
 
+REWARDED = types.SimpleNamespace(failures=0, extra={}, misses=())
+
+
 def make_reporter(workdir, total_steps=1, progress=None, **changes):
     run = types.SimpleNamespace(
         config=tiny.config(**changes), total_steps=total_steps, tokenizer=CharacterTokenizer()
@@ -47,17 +50,17 @@ def make_reporter(workdir, total_steps=1, progress=None, **changes):
 
 
 def report_steps(workdir, steps, progress=None, flops=None, **changes):
-    """Write steps with a Reporter; each has the metrics HEALTHY with these replacements."""
+    """Write steps that have the metrics HEALTHY with these replacements; return all rows."""
     rewarded = types.SimpleNamespace(failures=2, extra={"rule_failures": 0.0}, misses=())
     with make_reporter(workdir, len(steps), progress, **changes) as writer:
         for step, metrics in enumerate(steps):
             writer.report_later(step, jax.tree.map(np.float32, HEALTHY | metrics), rewarded, flops)
             writer.write_pending_report()
+    return read_metrics_csv(workdir / "training_metrics.csv")
 
 
 def test_no_figure_of_a_rule_replaces_the_count_of_its_failures(tmp_path):
-    report_steps(tmp_path, [{}])
-    (row,) = read_metrics_csv(tmp_path / "training_metrics.csv")
+    (row,) = report_steps(tmp_path, [{}])
     assert row["reward/rule_failures"] == "2.0"
 
 
@@ -109,8 +112,7 @@ def test_a_full_disk_ends_no_run_for_a_page_and_names_the_file_of_figures(
 
     fail_for("report.html")
     monkeypatch.setattr(journal, "REPORT_FREQUENCY", 1)
-    report_steps(tmp_path, [{}, {}])
-    assert len(read_metrics_csv(tmp_path / "training_metrics.csv")) == 2
+    assert len(report_steps(tmp_path, [{}, {}])) == 2
     warning = "warning: report.html is not written: No space left on device"
     assert capsys.readouterr().out.count(warning) == 1
     assert not list(tmp_path.glob("*.tmp"))
@@ -144,7 +146,6 @@ def test_kept_generation_defaults_are_said_to_differ_from_evaluations(tmp_path, 
 def test_the_last_lines_are_the_outcome_the_report_and_the_models(
     figures, values, interval, outcome, tmp_path, capsys
 ):
-    rewarded = types.SimpleNamespace(failures=0, extra={}, misses=())
     with make_reporter(tmp_path) as before:
         for step, value in enumerate(values):
             ends = zip(("low", "high"), interval if step == len(values) - 1 else (), strict=False)
@@ -154,7 +155,7 @@ def test_the_last_lines_are_the_outcome_the_report_and_the_models(
         writer.report_model(tmp_path / "actor", "model.path")
         for step, reward in ((2, 0.25), (3, 0.75)):
             metrics = HEALTHY | {"reward/mean": reward}
-            writer.report_later(step, jax.tree.map(np.float32, metrics), rewarded)
+            writer.report_later(step, jax.tree.map(np.float32, metrics), REWARDED)
             writer.write_pending_report()
         writer.write_summary(4, types.SimpleNamespace(shape={"data": 1}))
     lines = capsys.readouterr().out.splitlines()[-4:]
@@ -189,44 +190,32 @@ def test_the_report_says_when_and_why_a_run_ended(end, tmp_path, monkeypatch):
 
 def test_too_many_skipped_updates_in_a_row_end_the_run(tmp_path):
     skipped = {"critic/skipped": 1.0}
-    report_steps(
-        tmp_path / "interrupted",
-        [skipped, skipped, {}, skipped, skipped],
-        trainer__max_skipped_updates=3,
-    )
+    limit = {"trainer__max_skipped_updates": 3}
+    report_steps(tmp_path / "interrupted", [skipped, skipped, {}, skipped, skipped], **limit)
     with pytest.raises(UserError, match="step 4: the gradient was not finite for 3 steps in a row"):
-        report_steps(
-            tmp_path / "on end", [{}, skipped, skipped, skipped, {}], trainer__max_skipped_updates=3
-        )
+        report_steps(tmp_path / "on end", [{}, skipped, skipped, skipped, {}], **limit)
     # The row of the last step is written as well.
     assert len(read_metrics_csv(tmp_path / "on end" / "training_metrics.csv")) == 4
 
 
 def test_an_update_is_its_roles(tmp_path):
-    report_steps(
-        tmp_path,
-        [
-            {"actor/loss": 0.5, "actor/skipped": 1.0},
-            {"actor/loss": 0.5, "critic/loss": 0.25, "actor/skipped": 1.0, "critic/skipped": 2.0},
-        ],
+    actor, critic = (
+        {f"{role}/loss": loss, f"{role}/skipped": skipped}
+        for role, loss, skipped in (("actor", 0.5, 1.0), ("critic", 0.25, 2.0))
     )
-    curves = read_metrics_csv(tmp_path / "training_metrics.csv")
-    assert [(float(row["update/loss"]), float(row["update/skipped"])) for row in curves] == [
-        (0.5, 1.0),
-        (0.75, 3.0),
-    ]
+    rows = report_steps(tmp_path, [actor, actor | critic])
+    assert [float(row["update/loss"]) for row in rows] == [0.5, 0.75]
+    assert [float(row["update/skipped"]) for row in rows] == [1.0, 3.0]
 
 
 def test_an_accuracy_that_no_rule_knows_of_is_left_out(tmp_path):
-    report_steps(tmp_path, [{"reward/accuracy": NOTHING}])
-    assert "reward/accuracy" not in read_metrics_csv(tmp_path / "training_metrics.csv")[0]
+    assert "reward/accuracy" not in report_steps(tmp_path, [{"reward/accuracy": NOTHING}])[0]
 
 
 def test_a_step_without_a_response_to_learn_from_has_no_figures_of_an_update(tmp_path, capsys):
     """NaN of an update that had responses is a divergence, and stays."""
     nan = {"actor/entropy": np.nan, "actor/loss": np.nan}
-    report_steps(tmp_path, [{"response_length/masked_share": 1.0, **nan}, nan, {}])
-    rows = read_metrics_csv(tmp_path / "training_metrics.csv")
+    rows = report_steps(tmp_path, [{"response_length/masked_share": 1.0, **nan}, nan, {}])
     figures = ("actor/entropy", "actor/loss", "update/loss")
     assert [[row[name] for name in figures] for row in rows[:2]] == [[""] * 3, ["nan"] * 3]
     assert all(float(rows[2][name]) > 0 for name in figures)
@@ -236,27 +225,25 @@ def test_a_step_without_a_response_to_learn_from_has_no_figures_of_an_update(tmp
 
 
 def test_throughput_counts_the_tokens_of_all_responses(tmp_path):
-    report_steps(tmp_path, [{"response_length/mean": 4.0}], data__train_batch_size=8, rollout__n=2)
-    [row] = read_metrics_csv(tmp_path / "training_metrics.csv")
+    (row,) = report_steps(tmp_path, [{"response_length/mean": 4.0}], rollout__n=2)
     tokens = float(row["tokens_per_second"]) * float(row["seconds/step"])
-    assert tokens == pytest.approx(4 * 8 * 2)
+    assert tokens == pytest.approx(4 * tiny.B * 2)
 
 
 def test_the_report_is_written_while_a_run_goes_on(tmp_path, monkeypatch):
     reported = []
-    monkeypatch.setattr(
-        reporter.Reporter,
-        "_write_report",
-        lambda self, step, end="": reported.append((step, bool(end))),
-    )
+
+    def write(self, step, end=""):
+        reported.append((step, bool(end)))
+
+    monkeypatch.setattr(reporter.Reporter, "_write_report", write)
     monkeypatch.setattr(journal, "REPORT_FREQUENCY", 3)
     report_steps(tmp_path, [{}] * 7)
     assert reported == [(3, False), (6, False), (7, True)]
 
 
 def test_the_time_left_is_that_of_as_many_median_steps(tmp_path):
-    report_steps(tmp_path, [{}] * 5)
-    rows = read_metrics_csv(tmp_path / "training_metrics.csv")
+    rows = report_steps(tmp_path, [{}] * 5)
     seconds = [float(row["seconds/step"]) for row in rows]
     left = [float(row["perf/seconds_left"]) for row in rows]
     assert left == pytest.approx([np.median(seconds[: k + 1]) * (4 - k) for k in range(5)])
@@ -267,14 +254,11 @@ def test_the_time_left_is_that_of_as_many_median_steps(tmp_path):
 def test_goodput_is_the_share_of_steps_that_still_count(tmp_path):
     """4,000 of 10,000 s counted until the checkpoint; a skipped step adds nothing."""
     progress = Progress(started_at=time.time() - 10_000, kept_seconds=4_000)
-    report_steps(tmp_path, [{"actor/skipped": 1.0}, {"actor/skipped": 0.0}], progress=progress)
-    skipped, kept = (
-        float(row["perf/goodput"]) for row in read_metrics_csv(tmp_path / "training_metrics.csv")
-    )
-    assert skipped == pytest.approx(0.4, abs=0.01) and kept == pytest.approx(0.4, abs=0.01)
-    [_, row] = read_metrics_csv(tmp_path / "training_metrics.csv")
+    rows = report_steps(tmp_path, [{"actor/skipped": 1.0}, {"actor/skipped": 0.0}], progress)
+    for row in rows:
+        assert float(row["perf/goodput"]) == pytest.approx(0.4, abs=0.01)
     kept_seconds = progress.kept_seconds - 4_000
-    assert kept_seconds == pytest.approx(float(row["seconds/step"]), abs=1e-4)
+    assert kept_seconds == pytest.approx(float(rows[1]["seconds/step"]), abs=1e-4)
     assert progress.history()["kept_seconds"] == progress.kept_seconds
 
 
@@ -282,8 +266,7 @@ def test_goodput_is_the_share_of_steps_that_still_count(tmp_path):
 def test_mfu_is_reported_where_the_peak_of_the_devices_is_known(kind, peak, tmp_path, monkeypatch):
     machine = [types.SimpleNamespace(device_kind=kind)] * 8
     monkeypatch.setattr("jax_ppo.runtime.devices.jax.devices", lambda: machine)
-    report_steps(tmp_path, [{}], flops=1e12)
-    [row] = read_metrics_csv(tmp_path / "training_metrics.csv")
+    (row,) = report_steps(tmp_path, [{}], flops=1e12)
     if peak is None:
         assert "perf/mfu" not in row
     else:
@@ -327,9 +310,8 @@ def test_samples_are_written_of_the_first_step_and_every_nth(
 ):
     monkeypatch.setattr(reporter, "describe_step", lambda *_: [])
     changes = {"trainer__log_rollouts": count, "trainer__log_rollouts_freq": frequency}
-    rewarded = types.SimpleNamespace(failures=0, extra={}, misses=())
     with make_reporter(tmp_path, 20, **changes) as writer:
-        writer.report_later(step, jax.tree.map(np.float32, HEALTHY), rewarded, samples=object())
+        writer.report_later(step, jax.tree.map(np.float32, HEALTHY), REWARDED, samples=object())
         writer.write_pending_report()
     file = tmp_path / files.SAMPLES_FOLDER / f"training_{step + 1:06d}.jsonl"
     assert file.exists() is is_logged
@@ -355,9 +337,8 @@ def test_responses_of_an_evaluation_that_could_not_be_scored_are_reported(tmp_pa
         writer.report_evaluation(0, scored)
         assert "warning" not in capsys.readouterr().out
         writer.report_evaluation(1, failing)
-    assert [
-        row.get("eval/rule_failures") for row in read_metrics_csv(tmp_path / "training_metrics.csv")
-    ] == ["", "3.0"]
+    rows = read_metrics_csv(tmp_path / "training_metrics.csv")
+    assert [row.get("eval/rule_failures") for row in rows] == ["", "3.0"]
     warning = "evaluation after step 1: the reward function failed on 3 of 12 responses"
     assert warning in capsys.readouterr().out
 
@@ -401,13 +382,14 @@ def test_a_run_that_could_not_export_is_refused_before_it_trains(
 
 def test_earlier_exports_and_those_that_are_not_made_refuse_no_run(tmp_path, monkeypatch):
     monkeypatch.setattr(ppo_training, "build_run", lambda *_, **__: sys.exit("it is set up"))
-    (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "notes.txt").touch()
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "notes.txt").touch()
     with pytest.raises(SystemExit):
         ppo_training.train_ppo(tiny.config(), tmp_path)
     with pytest.raises(SystemExit):
         ppo_training.train_ppo(tiny.config(model__lora__rank=4, trainer__export=False), tmp_path)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
-        (tmp_path / "adapter" / name).touch()
+        (adapter / name).touch()
     with pytest.raises(SystemExit):
         ppo_training.train_ppo(tiny.config(model__lora__rank=4), tmp_path)

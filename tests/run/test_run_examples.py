@@ -77,10 +77,7 @@ def test_fewer_examples_are_drawn_by_the_seed_in_the_order_of_the_files(tmp_path
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (
-            {"val_fraction": 0.1},
-            "data.val_fraction=0.1: config.data.val_files='arithmetic",
-        ),
+        ({"val_fraction": 0.1}, "data.val_fraction=0.1: config.data.val_files='arithmetic"),
         ({"train_max_samples": 4}, "data.train_max_samples=4: fewer than a step's"),
     ],
 )

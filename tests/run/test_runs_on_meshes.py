@@ -34,8 +34,7 @@ def test_rows_are_looked_up_without_a_copy_of_the_batch_on_each_device(
         state = tiny.make_state(config, mesh)
         rollout = tiny.make_rollout(mesh)
         experience = tiny.make_experience(config, mesh, state, rollout, rows=8)[0]
-        batches = tiny.pack_batches(config, mesh, rollout, [list(range(tiny.B))], 8)
-        batch = jax.tree.map(lambda x: x[0], batches)
+        batch = tiny.pack_batch(config, mesh, rollout, 8)
 
         def gradients(params, reference, experience, batch):
             learner = tiny.actor_learner(config, tiny.networks(config), experience, reference)

@@ -1,7 +1,4 @@
-"""Whole runs of sft, reward_model and PPO against the trained reward model.
-
-transformers computes the same numbers.
-"""
+"""Whole runs of sft, reward_model and PPO against the reward model, in parity with transformers."""
 
 import json
 import pathlib
@@ -45,11 +42,8 @@ PPO = (
 
 
 def generate_pairs():
-    """Yield pairs whose chosen response counts apples and whose rejected one counts pears.
-
-    The 5 held-out pairs do not fill a batch.
-    """
-    for i in range(37):
+    """Yield pairs whose chosen response counts apples and whose rejected one counts pears."""
+    for i in range(37):  # the 5 held-out pairs do not fill a batch
         prompt = f"\n\nHuman: What has {'Tom Ann Ben'.split()[i % 3]}?\n\nAssistant:"
         yield {
             "chosen": f"{prompt} {i % 7} apples" + "." * (i % 3),
@@ -87,10 +81,7 @@ def reward_model(files, sft, tmp_path_factory):
 
 
 def held_out(files, folder):
-    """Return (prompt, chosen, rejected) token ids of the held-out pairs.
-
-    They are encoded by the tokenizer of transformers.
-    """
+    """Yield (prompt, chosen, rejected) token ids of the held-out pairs by transformers."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     for example in sources.read_examples(f"{files}/pairs.jsonl.gz[32:]"):
         prompt, eos = tokenizer.encode(example.prompt), [tokenizer.eos_token_id]
@@ -147,9 +138,8 @@ def test_transformers_gives_the_scores_of_the_reward_model(files, reward_model):
 
     workdir, _ = reward_model
     evaluated = read_evaluations(workdir)
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(
-        workdir / "reward_model"
-    ).eval()
+    loader = transformers.AutoModelForSequenceClassification
+    model = loader.from_pretrained(workdir / "reward_model").eval()
     margins = []
     for prompt, chosen, rejected in held_out(files, workdir / "reward_model"):
         with torch.no_grad():
@@ -163,15 +153,10 @@ def test_transformers_gives_the_scores_of_the_reward_model(files, reward_model):
 
 @pytest.mark.exhaustive
 def test_ppo_against_the_trained_reward_model(files, sft, reward_model, tmp_path):
-    output = run(
-        "train",
-        files,
-        tmp_path,
-        f"--config.model.path={sft[0]}/actor",
-        f"--config.reward.model_path={reward_model[0]}/reward_model",
-        f"--config.critic.path={reward_model[0]}/reward_model",
-        *PPO,
-    )
+    reward = f"{reward_model[0]}/reward_model"
+    models = {"model.path": f"{sft[0]}/actor", "reward.model_path": reward, "critic.path": reward}
+    paths = [f"--config.{option}={path}" for option, path in models.items()]
+    output = run("train", files, tmp_path, *paths, *PPO)
     steps = read_steps(tmp_path)
     assert len(steps) == 2 and all(float(row["reward/std"]) > 0.1 for row in steps)
     assert "step 2/2" in output and (tmp_path / "actor" / "model.safetensors").exists()
@@ -181,16 +166,9 @@ def test_ppo_against_the_trained_reward_model(files, sft, reward_model, tmp_path
 
 
 def load(files, *overrides, command="sft"):
-    return command_line.read_command_line(
-        [
-            "sft",
-            f"--config={files}/config.py",
-            "--config.mesh.data=1",
-            "--config.mesh.fsdp=8",
-            *overrides,
-        ],
-        command,
-    )[0]
+    mesh = "--config.mesh.data=1", "--config.mesh.fsdp=8"
+    arguments = [command, f"--config={files}/config.py", *mesh, *overrides]
+    return command_line.read_command_line(arguments, command)[0]
 
 
 @pytest.mark.slow
@@ -230,63 +208,40 @@ def test_parts_of_rows_train_as_one_device_does(files, sft, reward_model, tmp_pa
     supervised_loop.train_supervised(options, tmp_path, task)
     for ours, theirs in zip(read_evaluations(tmp_path), read_evaluations(whole), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-3)
-    rows = zip(read_metrics(tmp_path), read_metrics(whole), strict=True)
-    losses = [(float(x["train/loss"]), float(y["train/loss"])) for x, y in rows if x["train/loss"]]
-    assert len(losses) == 12
-    for ours, theirs in losses:
-        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-3)
+    ours, theirs = (
+        [float(row["train/loss"]) for row in read_metrics(folder) if row["train/loss"]]
+        for folder in (tmp_path, whole)
+    )
+    assert len(ours) == 12 and ours == pytest.approx(theirs, rel=1e-3, abs=1e-3)
 
 
 @pytest.mark.parametrize(
     ("command", "override", "message"),
     [
-        ("sft", "--config.model.path=", "config.model.path='': must be set"),
-        (
-            "reward_model",
-            "--config.packing.row_length=64",
-            "row_length=64: a row must hold the two responses of an example",
-        ),
-        (
-            "sft",
-            "--config.supervised.center_coef=0.1",
-            "center_coef=0.1: only jax_ppo.reward_model reads it",
-        ),
-        (
-            "sft",
-            "--config.model.lora.rank=4",
-            "model.lora.rank=4: jax_ppo.sft trains all parameters",
-        ),
-        (
-            "reward_model",
-            "--config.model.lora.path=x",
-            "model.lora.path='x': jax_ppo.reward_model trains all parameters",
-        ),
+        ("sft", "model.path=", "config.model.path='': must be set"),
+        ("reward_model", "packing.row_length=64", "row_length=64: a row must hold the two resp"),
+        ("sft", "supervised.center_coef=0.1", "center_coef=0.1: only jax_ppo.reward_model reads"),
+        ("sft", "model.lora.rank=4", "model.lora.rank=4: jax_ppo.sft trains all parameters"),
+        ("reward_model", "model.lora.path=x", "lora.path='x': jax_ppo.reward_model trains all"),
     ],
 )
 def test_wrong_options_are_told(files, command, override, message):
     with pytest.raises(UserError, match=message):
-        load(files, override, command=command)
+        load(files, f"--config.{override}", command=command)
 
 
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (
-            "--config.data.train_files=arithmetic:64",
-            "train_files, example 1 .*'arithmetic'.* has no rejected.* Rows with chosen",
-        ),
-        ("--config.data.max_response_length=100", "the model takes 128 tokens at most"),
-        (
-            "--config.data.train_batch_size=64",
-            "has 32 prompts, fewer than a step's config.data.train_batch_size=64",
-        ),
+        ("train_files=arithmetic:64", "train_files, example 1 .*'arithmetic'.* has no rejected.*"),
+        ("max_response_length=100", "the model takes 128 tokens at most"),
+        ("train_batch_size=64", "has 32 prompts, fewer than a step's .*train_batch_size=64"),
     ],
 )
 def test_mistakes_are_told_before_weights_load(files, tmp_path, override, message, no_weights):
+    options = load(files, f"--config.data.{override}", command="reward_model")
     with pytest.raises(UserError, match=message):
-        supervised_loop.train_supervised(
-            load(files, override, command="reward_model"), tmp_path, supervised_tasks.REWARD_MODEL
-        )
+        supervised_loop.train_supervised(options, tmp_path, supervised_tasks.REWARD_MODEL)
 
 
 def test_a_run_that_could_not_export_is_refused_before_it_trains(files, tmp_path, monkeypatch):
@@ -299,21 +254,13 @@ def test_a_run_that_could_not_export_is_refused_before_it_trains(files, tmp_path
         supervised_loop.train_supervised(load(files), tmp_path, supervised_tasks.SFT)
 
 
-def test_what_ppo_alone_reads_is_noted():
+def test_what_another_command_alone_reads_is_noted():
     values = loading.default_config()
-    values.data.train_files, values.model.path, values.actor.optim.lr = "x.jsonl", "llama", 1e-3
-    values.trainer.log_samples = 0
-    assert list(validation.note_unread_options(loading.from_config_dict(values, "sft"), "sft")) == [
-        "config.actor.optim.lr=0.001 is not read: it belongs to jax_ppo.train",
-        "config.trainer.log_samples=0 is not read: it belongs to jax_ppo.train",
-    ]
-    values = loading.default_config()
-    values.data.train_files = "x.jsonl"
-    values.model.path = "llama"
-    values.supervised.response_key = "solution"
-    config = loading.from_config_dict(values, "sft")
-    assert list(validation.note_unread_options(config, "sft")) == []
-    note = "config.supervised.response_key='solution' is not read: it belongs to jax_ppo.sft"
-    config = loading.from_config_dict(values, "reward_model")
-    assert list(validation.note_unread_options(config, "reward_model")) == [note]
-    assert validation.train_notes(loading.from_config_dict(values)) == [note]
+    values.data.train_files, values.model.path = "x.jsonl", "llama"
+    values.actor.optim.lr, values.supervised.response_key = 1e-3, "solution"
+    rate = "config.actor.optim.lr=0.001 is not read: it belongs to jax_ppo.train"
+    key = "config.supervised.response_key='solution' is not read: it belongs to jax_ppo.sft"
+    for command, notes in (("sft", [rate]), ("reward_model", [rate, key])):
+        config = loading.from_config_dict(values, command)
+        assert list(validation.note_unread_options(config, command)) == notes
+    assert validation.train_notes(loading.from_config_dict(values)) == [key]

@@ -70,9 +70,8 @@ def test_a_file_of_rollouts_gets_what_the_step_has_learned_from(trained, tmp_pat
         reward__normalize="running",  # not the run's, which its checkpoint's moments follow
     )
     summary = score_file(config, tmp_path)
-    assert (
-        "normalize='running': not read; the checkpoint was saved with 'none'" in summary["notes"][0]
-    )
+    note = "normalize='running': not read; the checkpoint was saved with 'none'"
+    assert note in summary["notes"][0]
     records = read_lines(file)
     tokens = read_lines(tmp_path / "tokens.jsonl")
     assert len(records) == summary["rows"] == 12
@@ -87,16 +86,13 @@ def test_a_file_of_rollouts_gets_what_the_step_has_learned_from(trained, tmp_pat
     assert {"logprobs", "kl", "values", "rewards", "advantages", "returns"} <= records[0].keys()
     assert [record["tokens"] for record in records] == columns(tokens, "text")
     assert [record["response_ids"] for record in records] == columns(tokens, "token")
-    differences = [np.subtract(*pair) for pair in columns_of_two(tokens, "logprob", "ref_logprob")]
-    kls = np.concatenate(columns(tokens, "kl"))
-    np.testing.assert_allclose(np.concatenate(differences), kls, atol=2e-4)
+    logprobs, references, kls = (
+        np.concatenate(columns(tokens, name)) for name in ("logprob", "ref_logprob", "kl")
+    )
+    np.testing.assert_allclose(logprobs - references, kls, atol=2e-4)
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "reference_logprobs" in page and "12 responses of" in page
     assert not read_lines(tmp_path / "refused.jsonl")
-
-
-def columns_of_two(tokens, *names):
-    return zip(*(columns(tokens, name) for name in names), strict=True)
 
 
 @pytest.mark.slow
@@ -189,9 +185,7 @@ def test_an_exported_critic_without_a_unit_has_not_learned_normalized_returns(tr
     """Regression: its values were taken for rewards."""
     file = str(trained / "rollouts" / "training_000002.jsonl")
     config = load(model__path=str(trained), score__file=file, critic__normalize_values=True)
-    with pytest.raises(
-        UserError, match=r"normalize_values=True: the critic in .*critic predicts rew"
-    ):
+    with pytest.raises(UserError, match="normalize_values=True: the critic in .* predicts rewards"):
         score_file(config, tmp_path)
 
 
