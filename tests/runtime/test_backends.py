@@ -12,6 +12,7 @@ import pytest
 from jax_ppo.errors import UserError
 from jax_ppo.runtime import backends
 from waiting import finish_all
+from whole_run import run_command
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAM = """
@@ -71,13 +72,10 @@ def test_settings_of_jax_that_change_types_or_samples_are_refused(setting, monke
 
 @pytest.mark.slow
 @pytest.mark.parametrize("value", ["1", "maybe"])
-def test_a_setting_in_the_environment_is_refused_in_one_line(tmp_path, value):
-    result = subprocess.run(
-        [sys.executable, "-m", "jax_ppo.train", "--config=arithmetic", f"--workdir={tmp_path}/run"],
-        env=os.environ | {"JAX_ENABLE_X64": value},
-        capture_output=True,
-        text=True,
-    )
+def test_a_setting_in_the_environment_is_refused_in_one_line(tmp_path, value, monkeypatch):
+    monkeypatch.setenv("JAX_ENABLE_X64", value)
+    arguments = ("--config=arithmetic", f"--workdir={tmp_path}/run")
+    result = run_command("train", *arguments, check=False)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (1, "", 1)
     assert result.stderr.startswith("error: JAX") and "jax_enable_x64" in result.stderr.lower()
 

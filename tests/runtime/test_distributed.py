@@ -1,10 +1,7 @@
 """Processes connect by options or environment."""
 
 import http.server
-import os
 import socket
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -12,7 +9,8 @@ import pytest
 from jax_ppo.config import schema
 from jax_ppo.errors import UserError
 from jax_ppo.runtime import distributed
-from waiting import HANG_SECONDS, keep_port
+from waiting import keep_port
+from whole_run import run_python
 
 EXPLICIT = {"JAX_COORDINATOR_ADDRESS": "host:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
 SLURM = {
@@ -28,68 +26,58 @@ def arguments(environ, **options):
     return distributed._arguments(schema.Distributed(**options), environ)
 
 
-class TestArguments:
-    def test_nothing_said_is_one_process(self):
-        assert arguments({}) is None
+OPTIONS = {"coordinator_address": "other:2", "num_processes": 2, "process_id": 1}
+IPV6 = OPTIONS | {"coordinator_address": "[::1]:65535"}
+ALONE = {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}
 
-    def test_options_come_first(self):
-        options = {"coordinator_address": "other:2", "num_processes": 2, "process_id": 1}
-        assert arguments(EXPLICIT | SLURM, **options) == options
 
-    def test_then_the_environment(self):
-        assert arguments(EXPLICIT | SLURM) == {
-            "coordinator_address": "host:1",
-            "num_processes": 4,
-            "process_id": 3,
-        }
+@pytest.mark.parametrize(
+    ("environ", "options", "expected"),
+    [
+        ({}, {}, None),
+        # Options come first, then the environment.
+        (EXPLICIT | SLURM, OPTIONS, OPTIONS),
+        (
+            EXPLICIT | SLURM,
+            {},
+            {"coordinator_address": "host:1", "num_processes": 4, "process_id": 3},
+        ),
+        ({}, IPV6, IPV6),
+        # One of one is one process.
+        (EXPLICIT | ALONE, {}, None),
+        ({}, OPTIONS | {"num_processes": 1, "process_id": 0}, None),
+        # In a step of several tasks, not in one of one or in the batch script.
+        (SLURM, {}, {}),
+        (SLURM | {"SLURM_NTASKS": "1"}, {}, None),
+        ({name: x for name, x in SLURM.items() if name != "SLURM_STEP_NODELIST"}, {}, None),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, {}, {}),
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, {}, None),
+    ],
+)
+def test_processes_connect_by_options_or_environment(environ, options, expected):
+    assert arguments(environ, **options) == expected
 
-    def test_one_of_one_is_one_process(self):
-        assert (
-            arguments(
-                {
-                    "JAX_COORDINATOR_ADDRESS": "host:1",
-                    "JAX_NUM_PROCESSES": "1",
-                    "JAX_PROCESS_ID": "0",
-                }
-            )
-            is None
-        )
-        assert arguments({}, coordinator_address="host:1", num_processes=1, process_id=0) is None
 
-    @pytest.mark.parametrize("address", ["host", "host:", ":1", "host:x", "host:0", "host:65536"])
-    def test_an_address_without_a_host_or_a_port_is_refused(self, address):
-        with pytest.raises(UserError, match=f"is '{address}': expected HOST:PORT"):
-            arguments({}, coordinator_address=address, num_processes=2, process_id=1)
-        with pytest.raises(UserError, match="expected HOST:PORT"):
-            arguments(EXPLICIT | {"JAX_COORDINATOR_ADDRESS": address})
+@pytest.mark.parametrize("address", ["host", "host:", ":1", "host:x", "host:0", "host:65536"])
+def test_an_address_without_a_host_or_a_port_is_refused(address):
+    with pytest.raises(UserError, match=f"is '{address}': expected HOST:PORT"):
+        arguments({}, **OPTIONS | {"coordinator_address": address})
+    with pytest.raises(UserError, match="expected HOST:PORT"):
+        arguments(EXPLICIT | {"JAX_COORDINATOR_ADDRESS": address})
 
-    def test_an_ipv6_address_has_brackets(self):
-        options = {"coordinator_address": "[::1]:65535", "num_processes": 2, "process_id": 1}
-        assert arguments({}, **options) == options
 
-    def test_slurm_in_a_step_of_several_tasks(self):
-        assert arguments(SLURM) == {}
-        assert arguments(SLURM | {"SLURM_NTASKS": "1"}) is None
-        in_the_batch_script = {
-            name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"
-        }
-        assert arguments(in_the_batch_script) is None
+@pytest.mark.parametrize("name", EXPLICIT)
+def test_half_an_address_is_refused(name):
+    with pytest.raises(UserError, match="but not") as error:
+        arguments({name: EXPLICIT[name]})
+    assert name not in str(error.value).split("but not")[1].split(";")[0]
+    assert arguments({name: EXPLICIT[name]} | SLURM) == {}  # Slurm supplies the other options
 
-    def test_open_mpi(self):
-        assert arguments({"OMPI_COMM_WORLD_SIZE": "2"}) == {}
-        assert arguments({"OMPI_COMM_WORLD_SIZE": "1"}) is None
 
-    @pytest.mark.parametrize("name", EXPLICIT)
-    def test_half_an_address_is_refused(self, name):
-        with pytest.raises(UserError, match="but not") as error:
-            arguments({name: EXPLICIT[name]})
-        assert name not in str(error.value).split("but not")[1].split(";")[0]
-        assert arguments({name: EXPLICIT[name]} | SLURM) == {}  # Slurm supplies the other options
-
-    @pytest.mark.parametrize("process", ["4", "-1", "x"])
-    def test_a_process_beyond_the_number_is_refused(self, process):
-        with pytest.raises(UserError, match="JAX_PROCESS_ID"):
-            arguments(EXPLICIT | {"JAX_PROCESS_ID": process})
+@pytest.mark.parametrize("process", ["4", "-1", "x"])
+def test_a_process_beyond_the_number_is_refused(process):
+    with pytest.raises(UserError, match="JAX_PROCESS_ID"):
+        arguments(EXPLICIT | {"JAX_PROCESS_ID": process})
 
 
 class Metadata(http.server.BaseHTTPRequestHandler):
@@ -128,12 +116,8 @@ class TestTpuPods:
     def test_hosts_are_counted_from_the_metadata(self, machine):
         assert arguments(machine(worker_network_endpoints="a:0:10.0.0.1,b:1:10.0.0.2")) == {}
         assert arguments(machine(worker_network_endpoints="a:0:10.0.0.1")) is None
-        assert (
-            arguments(
-                machine(worker_network_endpoints="a", tpu_env="X: '1'\nMEGASCALE_NUM_SLICES: '2'")
-            )
-            == {}
-        )
+        slices = "X: '1'\nMEGASCALE_NUM_SLICES: '2'"
+        assert arguments(machine(worker_network_endpoints="a", tpu_env=slices)) == {}
 
     def test_a_machine_without_metadata_is_alone(self, machine):
         assert arguments(machine()) is None
@@ -189,6 +173,17 @@ def test_an_error_of_the_main_process_is_raised_whatever_its_text(error):
     assert str(caught.value) == (str(error) or "OSError")
 
 
+PROGRAM = """
+import sys
+from jax_ppo.config import schema
+from jax_ppo.errors import exit_on_user_error
+from jax_ppo.runtime import distributed
+distributed._START_SECONDS = 1
+with exit_on_user_error():
+    distributed.initialize(schema.Distributed(sys.argv[1], 2, int(sys.argv[2])))
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("resolves", [True, False])
 def test_a_process_that_the_others_do_not_join_ends_with_one_line(coordinator_address, resolves):
@@ -198,22 +193,7 @@ def test_a_process_that_the_others_do_not_join_ends_with_one_line(coordinator_ad
         cause = (
             "the name 'no-such-host.invalid' does not resolve on this machine; give an IP address"
         )
-    program = f"""
-from jax_ppo.config import schema
-from jax_ppo.runtime import distributed
-distributed._START_SECONDS = 1
-options = schema.Distributed(
-    coordinator_address={coordinator_address!r}, num_processes=2, process_id=1
-)
-distributed.initialize(options)
-"""
-    process = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    )
+    process = run_python("-c", PROGRAM, coordinator_address, 1, check=False)
     assert process.returncode == 75
     (line,) = process.stderr.splitlines()
     assert line.endswith(
@@ -222,23 +202,9 @@ distributed.initialize(options)
 
 
 def test_a_coordinator_address_in_use_is_named():
-    program = """
-import sys
-from jax_ppo.config import schema
-from jax_ppo.errors import exit_on_user_error
-from jax_ppo.runtime import distributed
-with exit_on_user_error():
-    distributed.initialize(schema.Distributed(sys.argv[1], num_processes=2, process_id=0))
-"""
     with socket.create_server(("localhost", 0)) as server:
         address = f"localhost:{server.getsockname()[1]}"
-        process = subprocess.run(
-            [sys.executable, "-c", program, address],
-            capture_output=True,
-            text=True,
-            timeout=HANG_SECONDS,
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        )
+        process = run_python("-c", PROGRAM, address, 0, check=False)
     assert process.returncode == 1
     assert "is its port in use? config.distributed.coordinator_address" in process.stderr
     assert "Traceback" not in process.stderr

@@ -1,17 +1,13 @@
 """Processes of a run end together, and one in which nothing moves ends."""
 
-import pathlib
 import signal
-import subprocess
 import sys
 
 import pytest
 
 from jax_ppo.runtime import faults
 from waiting import HANG_SECONDS, finish_all
-from whole_run import start_processes
-
-ROOT = pathlib.Path(__file__).parents[2]
+from whole_run import run_python, start_processes
 
 
 def test_errors_of_a_single_process_are_raised_as_they_are():
@@ -91,18 +87,16 @@ def test_a_frozen_process_ends_the_others(coordinator_address):
     assert processes[0].returncode == -signal.SIGABRT
 
 
+SLOW = ("raise", "finish", "message", "terminate 1")
+EXHAUSTIVE = ("interrupt", "kill 0", "kill late 0", "kill late 1")
+
+
 @pytest.mark.parametrize(
     "way",
     [
         "kill 1",
-        *(
-            pytest.param(way, marks=pytest.mark.slow)
-            for way in ("raise", "finish", "message", "terminate 1")
-        ),
-        *(
-            pytest.param(way, marks=pytest.mark.exhaustive)
-            for way in ("interrupt", "kill 0", "kill late 0", "kill late 1")
-        ),
+        *(pytest.param(way, marks=pytest.mark.slow) for way in SLOW),
+        *(pytest.param(way, marks=pytest.mark.exhaustive) for way in EXHAUSTIVE),
     ],
 )
 def test_two_processes_end_together(way, coordinator_address):
@@ -152,13 +146,7 @@ with faults.limit_stalls({limit}):
 
 
 def run_stalls(**values):
-    return subprocess.run(
-        [sys.executable, "-c", STALLS.format(**values)],
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-        cwd=ROOT,
-    )
+    return run_python("-c", STALLS.format(**values), check=False)
 
 
 def test_a_process_in_which_nothing_moves_shows_its_stacks_and_ends():

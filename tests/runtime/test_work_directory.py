@@ -175,25 +175,26 @@ def test_an_error_of_process_0_ends_all(tmp_path, coordinator_address):
         assert "is a file, or a link to nothing; expected a folder" in line
 
 
-@pytest.mark.parametrize("kind", ["link", "file", "inside a file", "model"])
-def test_what_cannot_be_a_work_directory_is_named(kind, tmp_path):
+NO_FOLDER = "odd: is a file, or a link to nothing; expected a folder"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("link", NO_FOLDER),
+        ("file", NO_FOLDER),
+        ("inside a file", "odd/inside: cannot be written to: Not a directory"),
+        ("model", "odd: holds a model, whose config.json the run would replace"),
+    ],
+)
+def test_what_cannot_be_a_work_directory_is_named(kind, message, tmp_path):
     path = tmp_path / "odd"
     if kind == "link":
         path.symlink_to(tmp_path / "nowhere")
-        message = "odd: is a file, or a link to nothing; expected a folder"
-    elif kind == "file":
-        path.touch()
-        message = "odd: is a file, or a link to nothing; expected a folder"
-    elif kind == "inside a file":
-        path.touch()
-        path /= "inside"
-        message = "odd/inside: cannot be written to: Not a directory"
-    else:
+    elif kind == "model":
         path.mkdir()
         (path / "config.json").write_text('{"model_type": "llama"}')
-        message = "odd: holds a model, whose config.json the run would replace"
-    with (
-        pytest.raises(UserError, match=message),
-        work_directory.open_work_directory(path, lambda line: None),
-    ):
-        pass
+    else:
+        path.touch()
+    with pytest.raises(UserError, match=message):
+        open_once(path / "inside" if kind == "inside a file" else path)

@@ -1,6 +1,5 @@
 import os
 import subprocess
-import sys
 
 import jax
 import pytest
@@ -10,6 +9,7 @@ import quick_compilation
 import tiny
 from jax_ppo.errors import UserError
 from jax_ppo.runtime import backends, compat
+from whole_run import run_command
 
 KNOWN = "--xla_backend_optimization_level=0"
 
@@ -26,13 +26,9 @@ def untried(monkeypatch):
         pytest.param("--xla_backend_optimization_level=high", marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_command_ends_in_one_line_that_names_a_flag_that_xla_refuses(wrong):
-    result = subprocess.run(
-        [sys.executable, "-m", "jax_ppo.train", "--config=arithmetic"],
-        env=os.environ | {"XLA_FLAGS": f"{KNOWN} {wrong}"},
-        capture_output=True,
-        text=True,
-    )
+def test_a_command_ends_in_one_line_that_names_a_flag_that_xla_refuses(wrong, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", f"{KNOWN} {wrong}")
+    result = run_command("train", "--config=arithmetic", check=False)
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr.count("\n") == 1
     assert result.stderr.startswith("error: XLA_FLAGS: ")

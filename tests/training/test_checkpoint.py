@@ -1,7 +1,4 @@
-"""Saving and restoring checkpoints.
-
-They are restored bit for bit, onto other meshes, and after SIGKILL.
-"""
+"""Checkpoints are restored bit for bit, onto other meshes, and after SIGKILL."""
 
 import pathlib
 import subprocess
@@ -225,10 +222,6 @@ class TestErrors:
             pytest.raises(ValueError, match="already exists"),
         ):
             checkpoints.save(1, small_tree(2), {})
-
-    def test_meta_that_is_not_json_fails_at_once(self, tmp_path):
-        with Checkpointer(tmp_path) as checkpoints, pytest.raises(TypeError, match="float32"):
-            checkpoints.save(1, small_tree(1), {"kl": np.float32(1)})
 
 
 KILLED = """

@@ -110,15 +110,11 @@ def test_any_file_of_the_run_that_does_not_fit_is_one_line(tmp_path):
             raise FileNotFoundError(*arguments)
 
 
-def test_a_cause_is_looked_for():
-    error = RuntimeError("failed")
+def test_causes_and_limits_on_the_size_of_files_are_as_a_full_disk():
+    error, other = RuntimeError("failed"), RuntimeError("failed")
     error.__cause__ = OSError(errno.EDQUOT, "Disk quota exceeded")
-    assert local_files.is_disk_full(error) and not local_files.is_disk_full(RuntimeError("failed"))
-
-
-def test_a_limit_on_the_size_of_files_is_as_a_full_disk():
-    cause = ValueError("OUT_OF_RANGE: Error writing local file 'x': File too large")
-    assert local_files.is_disk_full(cause)
+    limit = ValueError("OUT_OF_RANGE: Error writing local file 'x': File too large")
+    assert list(map(local_files.is_disk_full, (error, limit, other))) == [True, True, False]
 
 
 def test_only_what_follows_from_a_failed_save_is_not_shown(monkeypatch):

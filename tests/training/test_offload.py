@@ -23,49 +23,25 @@ OFFLOADED_ROLES = {
     "reward__param_offload": True,
     "reward__model_path": "a folder",
 }
-OFFLOADED = {**OPTIONS, "actor__optimizer_offload": True}
 
 
 def memory_kinds(tree):
     return {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
 
 
+def assert_in(place, actors_place, state):
+    """Assert in which memory the parameters of the actor are, and all that may idle."""
+    idle = [state.models[role] for role in ("reference", "reward", "critic")]
+    assert [memory_kinds(x) for x in (*state.optimizers.values(), *idle)] == [{place}] * 5
+    assert memory_kinds(state.actor) == {actors_place}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [1, 2])
-def test_an_offloaded_optimizer_trains_alike_and_stays_on_the_host(tmp_path, fsdp):
+def test_idle_roles_wait_in_the_host_memory_and_train_alike(tmp_path, fsdp):
+    """On one device, the actor's parameters stay there."""
+    actor = {"actor__param_offload": fsdp > 1, "actor__optimizer_offload": True}
     mesh = tiny.make_mesh(fsdp * fsdp, data=fsdp, fsdp=fsdp)
-    params = tiny.init_params(tiny.networks(tiny.config()).actor, jax.random.key(0), "lm")
-    export_checkpoint(params, tiny.ARCHITECTURE, tmp_path / "actor")
-    results = []
-    with jax.set_mesh(mesh):
-        for changes in (OPTIONS, OFFLOADED):
-            config = tiny.config(**changes)
-            nets = tiny.networks(config)
-            folders = Folders(actor=tmp_path / "actor")
-            state = StateBuilder(config, nets, mesh).create(folders, lambda name: None)
-            kinds = memory_kinds(state.optimizers["actor"])
-            assert kinds == ({"pinned_host"} if changes is OFFLOADED else {"device"})
-            rollout = tiny.make_rollout(mesh)
-            experience, _ = tiny.make_experience(config, mesh, state, rollout, rows=4)
-            batches = tiny.pack_batches(config, mesh, rollout, [np.arange(tiny.B)], rows=4)
-            after, _ = tiny.update_state(config, state, experience, batches, None, 4)
-            assert memory_kinds(after.optimizers["actor"]) == kinds
-            assert memory_kinds(after.actor) == {"device"}
-            results.append((after.actor, after.optimizers["actor"]))
-        jax.tree.map(np.testing.assert_array_equal, *results)
-        # A checkpoint is read to where the state was.
-        with Checkpointer(tmp_path / "checkpoints", 1, "reward_mean", print) as checkpoints:
-            checkpoints.save(1, trained_trees(after), {}, {})
-            shapes = StateBuilder(config, nets, mesh).trained_shapes()
-            restored, _ = checkpoints.restore(1, shapes)
-    assert memory_kinds(restored["optimizer"]) == {"pinned_host"}
-    jax.tree.map(np.testing.assert_array_equal, restored["optimizer"]["actor"], results[1][1])
-
-
-@pytest.mark.slow
-def test_idle_roles_wait_in_the_host_memory_and_train_alike(tmp_path):
-    """The actor, the reference, the critic and its optimizer, and the reward model."""
-    mesh = tiny.make_mesh(4, data=2, fsdp=2)
     model = tiny.networks(tiny.config()).actor
     for head in ("lm", "scalar"):
         params = tiny.random_params(tiny.ARCHITECTURE, seed=0, stream=1, head=head)
@@ -74,27 +50,21 @@ def test_idle_roles_wait_in_the_host_memory_and_train_alike(tmp_path):
         export_checkpoint(params, tiny.ARCHITECTURE, tmp_path / head)
     results = []
     with jax.set_mesh(mesh):
-        for changes in ({}, {"actor__param_offload": True, **OFFLOADED_ROLES}):
+        for changes in ({}, actor | OFFLOADED_ROLES):
             config = tiny.config(actor__use_kl_loss=True, **changes)
             nets = Networks(**tiny.networks(config), reward=model)
             folders = Folders(
                 actor=tmp_path / "lm", critic=tmp_path / "scalar", reward=tmp_path / "scalar"
             )
             state = StateBuilder(config, nets, mesh).create(folders, lambda name: None)
-            idle = (
-                state.actor,
-                state.reference,
-                state.models["reward"],
-                state.critic,
-                state.optimizers["critic"],
-            )
-            kinds = [memory_kinds(tree) for tree in idle]
-            assert kinds == [{"pinned_host"} if changes else {"device"}] * 5
+            place = "pinned_host" if changes else "device"
+            places = place, place if fsdp > 1 else "device"
+            assert_in(*places, state)
             rollout = tiny.make_rollout(mesh)
             batches = tiny.pack_batches(config, mesh, rollout, [np.arange(tiny.B)], rows=4)
             experience, _ = tiny.make_experience(config, mesh, state, rollout, rows=4)
-            rows = jax.tree.map(lambda x: x[0], batches.packing)
-            inputs = (experience.sequences, (rows, batches.counts[0]))
+            batch = tiny.pack_batch(config, mesh, rollout, rows=4)
+            inputs = (experience.sequences, (batch.packing, batch.counts))
             rewards = forward_passes.reward_model_scores(
                 nets.reward, state.models["reward"], *inputs, "auto"
             )
@@ -102,29 +72,27 @@ def test_idle_roles_wait_in_the_host_memory_and_train_alike(tmp_path):
             sampled = policy_params(nets, after)
             assert memory_kinds(sampled) == memory_kinds(rewards) == {"device"}
             jax.tree.map(np.testing.assert_array_equal, sampled, after.actor)
-            idle = (
-                after.actor,
-                after.reference,
-                after.models["reward"],
-                after.critic,
-                after.optimizers["critic"],
-            )
-            assert [memory_kinds(tree) for tree in idle] == kinds
+            assert_in(*places, after)
             results.append((experience, rewards, trained_trees(after)))
-    jax.tree.map(np.testing.assert_array_equal, *results)
-    assert np.abs(results[0][1]).sum() > 0
+        jax.tree.map(np.testing.assert_array_equal, *results)
+        assert np.abs(results[0][1]).sum() > 0
+        # A checkpoint is read to where the state was.
+        with Checkpointer(tmp_path / "checkpoints", 1, "reward_mean", print) as checkpoints:
+            checkpoints.save(1, results[1][2], {}, {})
+            shapes = StateBuilder(config, nets, mesh).trained_shapes()
+            restored, _ = checkpoints.restore(1, shapes)
+    assert memory_kinds(restored["optimizer"]) == {"pinned_host"}
+    jax.tree.map(np.testing.assert_array_equal, restored, results[1][2])
 
 
-def measure(config):
-    mesh = tiny.make_mesh(4, data=2, fsdp=2)
+def measure(**changes):
+    config, mesh = tiny.config(**changes), tiny.make_mesh(4, data=2, fsdp=2)
     with assume_platform("tpu"):  # the memory of CPU devices is the host's
         return memory_check.PPOMemory(config, tiny.networks(config), mesh).measure()
 
 
 def test_only_the_phases_that_read_it_need_room_for_an_idle_role():
-    kept, offloaded = (
-        measure(config) for config in (tiny.config(), tiny.config(**OFFLOADED_ROLES))
-    )
+    kept, offloaded = measure(), measure(**OFFLOADED_ROLES)
     # Actor and critic have the same trunk, of which the reference is a third copy.
     assert offloaded.frozen == 0 < kept.frozen
     assert kept.parameters / 2 <= offloaded.parameters + tiny.ARCHITECTURE.hidden_size * 4
@@ -136,18 +104,14 @@ def test_only_the_phases_that_read_it_need_room_for_an_idle_role():
 
 
 def test_the_sampler_needs_no_room_for_an_offloaded_actor():
-    kept, offloaded = (
-        measure(config) for config in (tiny.config(), tiny.config(actor__param_offload=True))
-    )
+    kept, offloaded = measure(), measure(actor__param_offload=True)
     actor = kept.parameters - offloaded.parameters
     assert 0 < actor == offloaded.fetched and kept.fetched == 0
     assert offloaded.decoding == kept.decoding
 
 
 def test_only_the_update_needs_room_for_an_offloaded_optimizer():
-    kept, offloaded = (
-        measure(config) for config in (tiny.config(**OPTIONS), tiny.config(**OFFLOADED))
-    )
+    kept, offloaded = measure(**OPTIONS), measure(**OPTIONS, actor__optimizer_offload=True)
     assert (offloaded.optimizer, offloaded.fetched) == (0, kept.optimizer) and kept.fetched == 0
     # What decodes is the peak where the weights are copied to every device.
     wide = dataclasses.replace(kept, decoding=10**9).peak

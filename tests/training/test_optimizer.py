@@ -24,6 +24,7 @@ from jax_ppo.training.optimizer import (
 )
 from jax_ppo.training.random_streams import Stream
 from jax_ppo.training.state import StateBuilder, trained_trees
+from tiny_update import ALL, run_update
 
 KEY = jax.random.key(3)
 
@@ -186,25 +187,15 @@ def test_an_update_keeps_the_types_in_half_the_memory():
         actor__optim__gradient_dtype="bfloat16",
         **options,
     )
-    mesh = tiny.make_mesh()
-
-    def trained(state):
-        return {name: x for name, x in trained_trees(state).items() if name != "control"}
-
-    with jax.set_mesh(mesh):
-        state = tiny.make_state(config, mesh)
-        rollout = tiny.make_rollout(mesh)
-        experience, _ = tiny.make_experience(config, mesh, state, rollout)
-        batches = tiny.pack_batches(config, mesh, rollout, [np.arange(tiny.B)], rows=2)
-        types = jax.tree.map(lambda x: (x.shape, x.dtype), trained(state))
-        first = np.asarray(state.actor["embed"]["embedding"], np.float32)
-        elements = sum(x.size for x in jax.tree.leaves(state.actor))
-        state, metrics = tiny.update_state(config, state, experience, batches, None, 4)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), trained(state)) == types
+    before, after, metrics = run_update(config, tiny.make_mesh(), ALL, 2)
+    trained = [(state.actor, state.optimizers["actor"]) for state in (before, after)]
+    shapes = [jax.tree.map(lambda x: (x.shape, x.dtype), trees) for trees in trained]
+    assert shapes[0] == shapes[1]
     assert metrics["actor/grad_norm"] > 0
-    assert np.any(np.asarray(state.actor["embed"]["embedding"], np.float32) != first)
+    assert np.any(before.actor["embed"]["embedding"] != after.actor["embed"]["embedding"])
     # Two bytes for each parameter and its moments, and the count of steps.
-    assert sum(x.nbytes for x in jax.tree.leaves(trained(state))) == 3 * 2 * elements + 4
+    elements = sum(x.size for x in jax.tree.leaves(after.actor))
+    assert sum(x.nbytes for x in jax.tree.leaves(trained[1])) == 3 * 2 * elements + 4
 
 
 def test_start_and_resume_have_the_types_of_the_options(tmp_path):

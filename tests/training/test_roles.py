@@ -1,5 +1,7 @@
 """One entry of the table of roles is all that a further role needs, frozen or trained."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -41,13 +43,9 @@ FROZEN = ModelRole(
     head="lm",
     param_offload="algorithm.reference_offload",
 )
-TRAINED = ModelRole(
-    name="adviser",
-    title="adviser",
-    is_used=lambda config: True,
-    path_option="model.tokenizer_path",
-    read_net=read_net,
-    head="lm",
+TRAINED = dataclasses.replace(
+    FROZEN,
+    param_offload="",
     section="critic",
     is_trained=lambda config: True,
     export=Export(adapter_folder="adviser", left_out="score"),
@@ -103,9 +101,8 @@ def test_a_frozen_role_is_loaded_split_counted_and_not_saved(start, monkeypatch,
         assert PPOMemory(config, nets, mesh).measure().frozen == bytes_per_device(adviser)
     assert without.frozen == 0
     assert "adviser" not in trained_trees(state)
-    refuse_foreign_exports(
-        resolve_roles(config), foreign_folder(tmp_path)
-    )  # no export has its name
+    # No export has its name.
+    refuse_foreign_exports(resolve_roles(config), foreign_folder(tmp_path))
     monkeypatch.setattr("jax_ppo.memory.remedies.target_platform", lambda: "gpu")
     words = [words for words, _ in PossibleChanges(config, mesh)._all()]
     assert any("config.algorithm.reference_offload=True" in text for text in words)

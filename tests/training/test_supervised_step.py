@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import tiny
+import tiny_update
 from jax_ppo.config import schema, training_options
 from jax_ppo.models import heads
 from jax_ppo.models.transformer import Transformer
@@ -87,10 +88,7 @@ def gradients(objective, sequences, params, rows=2, packed=True, options=OPTIONS
 
 
 def hidden_states_unpacked(sequences, params):
-    """Return hidden states [B, S, D] of each sequence computed in a separate row.
-
-    Positions after the end of a sequence do not influence those before it.
-    """
+    """Return hidden states [B, S, D] of each sequence computed in a separate row."""
     positions = np.broadcast_to(np.arange(sequences.tokens.shape[1]), sequences.tokens.shape)
     return MODEL.apply(
         {"params": params}, sequences.tokens, positions, np.zeros_like(positions)
@@ -124,23 +122,15 @@ def plain_preference_loss(params, sequences):
     )
 
 
-def assert_close(ours, theirs, tolerance=1e-4):
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(
-            a, b, rtol=tolerance, atol=tolerance * np.abs(b).max()
-        ),
-        ours,
-        theirs,
-    )
+assert_close = functools.partial(tiny_update.assert_close, tolerance=1e-4)
 
 
 def test_the_language_loss_and_its_gradient():
     sequences, params = make_sequences(LANGUAGE)
     ours, means = gradients(LANGUAGE, sequences, params)
     expected, theirs = jax.value_and_grad(plain_language_loss)(params, sequences)
-    assert float(means["loss"]) == pytest.approx(float(expected), rel=1e-5) and set(means) == {
-        "loss"
-    }
+    assert set(means) == {"loss"}
+    assert float(means["loss"]) == pytest.approx(float(expected), rel=1e-5)
     assert_close(ours, theirs)
 
 
@@ -152,10 +142,8 @@ def test_the_preference_loss_and_its_gradient():
     )
     chosen, rejected = map(np.asarray, scores)
     assert float(means["loss"]) == pytest.approx(float(expected), rel=1e-5)
-    assert (
-        float(means["accuracy"]) == pytest.approx((chosen > rejected).mean())
-        and 0 < float(means["accuracy"]) < 1
-    )
+    assert float(means["accuracy"]) == pytest.approx((chosen > rejected).mean())
+    assert 0 < float(means["accuracy"]) < 1
     assert float(means["margin"]) == pytest.approx((chosen - rejected).mean(), rel=1e-4)
     assert float(means["score"]) == pytest.approx((chosen + rejected).mean() / 2, rel=1e-4)
     assert_close(ours, theirs)

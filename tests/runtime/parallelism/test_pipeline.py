@@ -74,11 +74,7 @@ def test_stages_exchange_hidden_states_and_no_layers(cudnn_anywhere):
 
 def test_what_cannot_be_split_into_stages_is_refused():
     mesh = tiny.make_mesh(8, stage=8)
-    with pytest.raises(
-        UserError,
-        match=r"config.mesh.stage=8: must divide the model's number of layers \(4\); on 8 devices "
-        "it may be 1 or 2 or 4",
-    ):
+    with pytest.raises(UserError, match=r"mesh.stage=8: must divide .* number of layers \(4\)"):
         meshes.validate_architecture(mesh, ARCHITECTURE)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="4 rows cannot be split into 8"):
         pipeline.run_stages(lambda layers, x, rows: (x, {}), {}, jnp.zeros((4, T, 16)), ())
