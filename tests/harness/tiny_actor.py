@@ -88,6 +88,12 @@ class Actor:
         before = lengths[:, None] + np.arange(T) - 1
         return np.take_along_axis(np.asarray(self.logits(tokens)), before[..., None], 1)
 
+    def logprobs(self, rollout, temperature=1.0):
+        """Return the log-probs of a rollout's tokens, [B, T], from one forward pass."""
+        logits = self.full_logits(rollout.prompts, rollout.responses)
+        log_p = np.asarray(jax.nn.log_softmax(logits / temperature))
+        return np.take_along_axis(log_p, np.asarray(rollout.responses)[..., None], 2)[..., 0]
+
 
 def make_prompts(lengths=(5, 16, 1, 9), P=16, pad=0, seed=0):
     rng = np.random.default_rng(seed)

@@ -1,4 +1,6 @@
-"""Model FLOPs of a step, as multiples of the forward passes that it needs."""
+"""FLOPs of a forward pass, and of a step as multiples of the forward passes that it needs."""
+
+import dataclasses
 
 import numpy as np
 import pytest
@@ -42,3 +44,23 @@ def test_a_prompt_is_read_once_for_all_of_its_responses():
     shared_prompts = forward(lengths=PROMPTS)
     sampling = forward(16) - shared_prompts
     assert flops - sampling == pytest.approx((1 + 1 + 3) * forward(16))
+
+
+def test_logits_cost_the_unembedding():
+    a = tiny.ARCHITECTURE
+    lengths = np.array([5])
+    logits = count_forward_flops(a, lengths, 3) - count_forward_flops(a, lengths)
+    assert logits == 2 * a.vocab_size * a.hidden_size * 3
+
+
+@pytest.mark.parametrize(("window", "pairs"), [(None, 15), (2, 9), (9, 15)])
+def test_attention_counts_the_pairs_that_are_seen(window, pairs):
+    """Five tokens see 1 + 2 + 3 + 4 + 5 tokens, or in a window of two 1 + 2 + 2 + 2 + 2."""
+    a = dataclasses.replace(
+        tiny.ARCHITECTURE,
+        sliding_window=window,
+        local_layers=(window is not None,) * tiny.ARCHITECTURE.num_layers,
+    )
+    per_pair = 4 * a.num_layers * a.num_heads * a.head_dim
+    of_matrices = 5 * (count_forward_flops(a, np.array([1])) - per_pair)
+    assert count_forward_flops(a, np.array([5])) == of_matrices + pairs * per_pair

@@ -14,7 +14,6 @@ import config_sweep
 import hf_reference as reference
 import recorded
 from jax_ppo.errors import UserError
-from jax_ppo.memory.step_flops import count_forward_flops
 from jax_ppo.models.deberta_encoder import (
     Deberta,
     align_distances,
@@ -46,10 +45,7 @@ V3 = {  # deberta-v3's config.json, small
     "num_labels": 1,
 }
 CONVOLUTION = {"conv_kernel_size": 3, "conv_act": "gelu"}
-VARIANTS = {
-    "v3": {},
-    "v2, a convolution": CONVOLUTION,
-}
+VARIANTS = {"v3": {}, "v2, a convolution": CONVOLUTION}
 
 
 def make(folder, shard_bytes=None, dtypes=("float32",), **changes):
@@ -240,11 +236,8 @@ def test_tensors_that_change_nothing_are_ignored(tmp_path):
         ({"attention_head_size": 16}, "attention_head_size 16 is not supported, only 8 is"),
         ({"pooler_hidden_size": 16}, "pooler_hidden_size 16 is not supported, only 32 is"),
         ({"num_attention_heads": 5}, "num_attention_heads=5 must divide hidden_size=32"),
-        ({"num_hidden_layers": 10**8}, "num_hidden_layers must be a whole number from 1 to 10000"),
         ({"position_buckets": 1}, "position_buckets=1 is not supported with distances up to 64"),
-        ({"position_buckets": None}, "position_buckets must be a whole number; it is None"),
         ({"pos_att_type": 3}, "pos_att_type must be a list of strings; it is 3"),
-        ({"layer_norm_eps": "1e-7"}, "layer_norm_eps must be a finite number; it is '1e-7'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4} is not supported"),
     ],
 )
@@ -303,20 +296,6 @@ def test_what_is_no_reward_model(tmp_path):
         UserError, match=r"a pickle(.|\n)*AutoModelForSequenceClassification.from_pretrained"
     ):
         read_reward_architecture(tmp_path)
-
-
-def test_each_weight_of_a_matrix_is_read_once_per_token():
-    """Beyond attention, the FLOPs are twice the weights of all kernels per token."""
-    architecture = deberta_from_hf_config(V3)
-    width, layers = architecture.hidden_size, architecture.num_layers
-    params = jax.eval_shape(lambda: init_deberta_params(Deberta(architecture), jax.random.key(0)))
-    weights = sum(
-        leaf.size
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-        if "layer" in jax.tree_util.keystr(path) and "kernel" in jax.tree_util.keystr(path)
-    )
-    attention = 4 * layers * width
-    assert count_forward_flops(architecture, np.array([1, 1, 1])) == 3 * (2 * weights + attention)
 
 
 @pytest.mark.parametrize("name", ["max_position_embeddings", "embedding_size"])

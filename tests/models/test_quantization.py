@@ -1,4 +1,4 @@
-"""Kernels as int8: products, what keeps its type, and layouts on a mesh."""
+"""Kernels as int8: what is rounded, what keeps its type, and that no wide copy is made."""
 
 import dataclasses
 
@@ -7,10 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import tiny
 from jax_ppo.config.schema import MeshShape
 from jax_ppo.models import heads
-from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.layer_stack import unroll_params
 from jax_ppo.models.quantization import quantize_kernels, round_kernels
 from jax_ppo.models.transformer import Transformer
@@ -19,42 +17,12 @@ from jax_ppo.sampler.decode_loop import sampler_program
 from jax_ppo.sampler.decoding_weights import shape_decoding_weights
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.types import Prompts
-from tiny_actor import sample_on_mesh
-
-ARCHITECTURE = Architecture(
-    family="qwen2",
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    qkv_bias=True,
-)
-MODEL = Transformer(ARCHITECTURE, quantized=True)
+from tiny_actor import ARCHITECTURE, Actor
 
 
 @pytest.fixture(scope="module")
 def params():
-    return make_params(ARCHITECTURE)
-
-
-def make_params(architecture):
-    init = jax.jit(lambda key: heads.init_params(Transformer(architecture), key, "lm"))
-    return jax.tree.map(lambda x: 5 * x if x.ndim > 1 else x + 0.1, init(jax.random.key(0)))
-
-
-def dequantize(params):
-    """Return stacked parameters with the values that the int8 kernels stand for."""
-
-    def rounded(path, x):
-        if path[0].key != "layers" or path[-1].key != "kernel":
-            return x
-        scale = np.abs(x).max(1, keepdims=True) / 127
-        return np.round(x / scale) * scale
-
-    return jax.tree_util.tree_map_with_path(rounded, jax.tree.map(np.asarray, params))
+    return Actor().stacked
 
 
 def test_kernels_are_rounded_by_column_and_everything_else_keeps_its_type(params):
@@ -96,40 +64,7 @@ def test_a_column_of_zeros_stays_one():
     np.testing.assert_allclose(entry["kernel_scale"], [1.0, 6 / 127])
 
 
-@pytest.mark.parametrize(
-    ("model", "shape"),
-    [
-        pytest.param(MODEL, (1, 1, 1), marks=pytest.mark.slow),
-        # test_experts.py has an engine with int8 kernels on several devices.
-        pytest.param(MODEL, (2, 2, 2), marks=pytest.mark.exhaustive),
-        pytest.param(MODEL, (1, 2, 4), marks=pytest.mark.exhaustive),
-        pytest.param(
-            Transformer(tiny.UNGATED, quantized=True), (1, 2, 4), marks=pytest.mark.exhaustive
-        ),
-    ],
-    ids=["one device", "eight devices", "shared heads", "ungated"],
-)
-def test_an_engine_samples_from_the_rounded_weights(model, shape):
-    """On one and on several devices, two of which share a key-value head in the last but one."""
-    params = make_params(model.architecture)
-    options = SamplingOptions(8, 1.0, eos_ids=(3,), slots=4)
-    prompts = Prompts(np.arange(24, dtype=np.int32).reshape(8, 3), np.full(8, 3, np.int32))
-
-    def sample(mesh_shape, model, weights):
-        devices = jax.devices()[: np.prod(mesh_shape)]
-        mesh = make_mesh(MeshShape(*mesh_shape), devices)
-        return sample_on_mesh(mesh, model, weights, prompts, options)
-
-    plain = model.clone(quantized=False)
-    rollout = sample(shape, model, params)
-    expected = sample((1, 1, 1), plain, dequantize(params))
-    np.testing.assert_array_equal(rollout.responses, expected.responses)
-    np.testing.assert_allclose(rollout.logprobs, expected.logprobs, atol=1e-4)
-    exact = sample((1, 1, 1), plain, params)
-    assert np.abs(exact.logprobs - rollout.logprobs).max() > 1e-3
-
-
-def test_the_copy_takes_half_the_bytes_and_no_wide_one_is_made(params):
+def test_the_copy_takes_half_the_bytes_and_no_wide_one_is_made():
     """The decode loop converts a kernel where it multiplies it, not all of them before."""
     architecture = dataclasses.replace(ARCHITECTURE, hidden_size=256, intermediate_size=1024)
     mesh = make_mesh(MeshShape(1, 1, 1), jax.devices()[:1])

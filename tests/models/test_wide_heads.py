@@ -1,9 +1,8 @@
-"""Layers with heads of two widths that share keys and values (Gemma 4): files, meshes, refusals.
+"""Layers with heads of two widths that share keys and values (Gemma 4): files, adapters, layouts.
 
 That they compute transformers' numbers is the subject of test_families.py.
 """
 
-import dataclasses
 import json
 
 import jax
@@ -15,9 +14,7 @@ from safetensors.numpy import load_file, save_file
 import hf_reference as reference
 import tiny
 from family_variants import GEMMA_4
-from jax_ppo.config.schema import MeshShape
 from jax_ppo.errors import UserError
-from jax_ppo.memory.step_flops import count_forward_flops
 from jax_ppo.models import heads
 from jax_ppo.models.hf.config import from_hf_config, text_config
 from jax_ppo.models.hf.config_export import to_hf_config
@@ -26,14 +23,9 @@ from jax_ppo.models.layer_stack import unroll_params
 from jax_ppo.models.lora import Lora
 from jax_ppo.models.rope import inverse_frequencies
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.runtime import meshes
-from jax_ppo.runtime.meshes import validate_architecture
 from jax_ppo.runtime.parallelism.vocabulary import embedding_layouts
 from jax_ppo.sampler.decoding_weights import shape_decoding_weights
-from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.training.networks import existing_targets
-from jax_ppo.types import Prompts
-from tiny_actor import make_prompts, sample_on_mesh
 
 FIELDS = reference.SIZES | GEMMA_4 | {"model_type": "gemma4_text"}
 # What devices of a mesh of two or four can split.
@@ -154,31 +146,6 @@ def test_the_text_part_of_a_whole_model_has_tensors_that_nothing_reads(tmp_path)
         reference.load(tmp_path / "whole")
 
 
-def sample(mesh_shape, params):
-    """Return a rollout of the built-in engine on a mesh."""
-    mesh = tiny.make_mesh(int(np.prod(list(mesh_shape.values()))), **mesh_shape)
-    prompts = make_prompts((5, 16, 1, 9))
-    prompts = Prompts(np.minimum(prompts.tokens, 63), prompts.lengths)
-    options = SamplingOptions(8, 1.0, eos_ids=(3,), slots=4, n=2)
-    return prompts, sample_on_mesh(mesh, Transformer(ARCHITECTURE), params, prompts, options)
-
-
-@pytest.mark.slow
-def test_an_engine_samples_the_same_on_several_devices_and_as_a_pass_over_the_whole_text():
-    params = tiny.random_params(ARCHITECTURE, 0, 0, "lm")
-    prompts, expected = sample({"data": 1}, params)
-    _, rollout = sample({"data": 2, "model": 2}, params)
-    np.testing.assert_array_equal(rollout.responses, expected.responses)
-    np.testing.assert_allclose(rollout.logprobs, expected.logprobs, atol=1e-4)
-    drawn = expected.action_mask
-    for i in np.flatnonzero(drawn.any(1)):
-        prompt = prompts.tokens[i // 2, : prompts.lengths[i // 2]]
-        text = np.concatenate([prompt, expected.responses[i]])[None]
-        logits = reference.our_logits(ARCHITECTURE, params, text)[0, len(prompt) - 1 : -1]
-        log_p = np.take_along_axis(jax.nn.log_softmax(logits), text[0, len(prompt) :, None], 1)
-        np.testing.assert_allclose(expected.logprobs[i][drawn[i]], log_p[drawn[i], 0], atol=2e-4)
-
-
 @pytest.mark.slow
 def test_adapters_are_pefts(tmp_path):
     model = reference.save(tmp_path / "base", "gemma4_text", **GEMMA_4)
@@ -197,42 +164,6 @@ def test_shared_layers_have_no_columns():
 
     cache = jax.eval_shape(run, np.zeros((2, 7), jnp.int32))
     assert [keys.shape for keys, _ in cache] == [(2, 2, 8, 7), (2, 1, 16, 7)] * 2
-
-
-LOCAL = {"rope_type": "default", "rope_theta": 9.0}
-YARN = {"rope_type": "yarn", "rope_theta": 9.0, "factor": 2.0}
-LONG = {
-    "rope_type": "longrope",
-    "rope_theta": 9.0,
-    "short_factor": [1.0] * 8,
-    "long_factor": [1.0] * 8,
-}
-WIDE_ROPES = "is not supported, only default, linear, dynamic, llama3, proportional are"
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"enable_moe_block": True}, "enable_moe_block True is not supported, only False is"),
-        ({"num_experts": 8}, "num_experts of model_type 'gemma4_text' is not supported: experts"),
-        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is not supported"),
-        ({"global_head_dim": 15}, "global_head_dim 15 is not supported, only even numbers are"),
-        ({"num_global_key_value_heads": 3}, "=3 must divide num_attention_heads=4"),
-        ({"num_kv_shared_layers": 5}, "num_kv_shared_layers=5: must leave a layer of each"),
-        ({"num_kv_shared_layers": 6}, "num_kv_shared_layers must be a whole number from 0 to 5"),
-        ({"vocab_size_per_layer_input": 9}, "vocab_size_per_layer_input=9 must be vocab_size=97"),
-        ({"layer_types": ["sliding_attention"] * 6}, "layer_types must end with full_attention"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 9.0}}}, "must have full_attention"),
-        ({"rope_parameters": {"full_attention": YARN, "sliding_attention": LOCAL}}, WIDE_ROPES),
-        ({"rope_parameters": {"full_attention": LONG, "sliding_attention": LOCAL}}, WIDE_ROPES),
-        ({"per_layer_config": {"1": {"head_dim": 16}}}, "per_layer_config must have the same"),
-        ({"per_layer_config": {"1": 16, "3": 16, "5": 16}}, "per_layer_config must have the same"),
-    ],
-)
-def test_configurations_are_refused_by_field(changes, message):
-    from_hf_config(FIELDS)
-    with pytest.raises(UserError, match=message):
-        from_hf_config(FIELDS | changes)
 
 
 def test_sizes_of_heads_are_named_once_or_for_each_layer():
@@ -268,29 +199,6 @@ def test_the_table_of_further_embeddings_is_moved_as_the_vocabularys():
     layouts = embedding_layouts(tiny.make_mesh(4, data=2, model=2), shapes)
     moved = {name for name, own in layouts.items() if jax.tree.leaves(own)}
     assert moved == {"embed", "embed_per_layer"}
-
-
-def test_what_cannot_be_split_is_refused_by_name():
-    def mesh(**shape):
-        return meshes.make_mesh(MeshShape(**{"data": 1, "fsdp": 1} | shape), jax.devices()[:2])
-
-    for axis in ("context", "model", "fsdp"):
-        validate_architecture(mesh(**{axis: 2}), ARCHITECTURE)
-    with pytest.raises(UserError, match=r"^config\.mesh\.stage=2: must be 1, .* have wider heads"):
-        validate_architecture(mesh(stage=2), ARCHITECTURE)
-    odd = dataclasses.replace(ARCHITECTURE, num_layers=5, per_layer_size=3, shared_layers=0)
-    with pytest.raises(UserError, match=r"fsdp=2: .*width of the embeddings of layers \(15\)"):
-        validate_architecture(mesh(fsdp=2), dataclasses.replace(odd, local_layers=(True,) * 5))
-
-
-def test_operations_by_hand():
-    """Of one token, the products of all layers: four have keys, two of these no values."""
-    D, H, P = 32, 4, 6
-    local, full = D * H * 8, D * H * 16
-    attention = 3 * 2 * (local + full) + 2 * (2 * D * 2 * 8 + D * 16) + 3 * 2 * H * (8 + 16)
-    mlps = 3 * D * (4 * 48 + 2 * 96)
-    expected = 2 * (attention + mlps + 6 * 3 * D * P)
-    assert count_forward_flops(ARCHITECTURE, np.array([1])) == expected
 
 
 def test_the_default_pattern_ends_with_a_layer_without_a_window():
