@@ -56,44 +56,47 @@ def attention_by_definition(q, k, v, segments, scale=None, softcap=None, sliding
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "length"), [(4, 4, 12), (4, 2, 12), (3, 1, 12), (4, 2, 100), (2, 1, 300)]
+    ("shape", "options"),
+    [
+        ({"length": 12, "kv_heads": 4}, {}),
+        ({"length": 12, "heads": 3, "kv_heads": 1}, {}),
+        # In one block, in two, and in four that begin after the first key.
+        *itertools.product(({"length": length} for length in (12, 100, 300)), [{}, *OPTIONS]),
+    ],
+    ids=str,
 )
-def test_xla_is_the_definition(heads, kv_heads, length):
-    *qkv, segments = make_inputs(length=length, heads=heads, kv_heads=kv_heads)
-    packed, single = packed_and_single(*qkv, segments)
-    np.testing.assert_allclose(
-        packed, attention_by_definition(*qkv, np.asarray(segments)), atol=1e-5
-    )
-    np.testing.assert_allclose(
-        single, attention_by_definition(*qkv, np.zeros((2, length))), atol=1e-5
-    )
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("length", [12, 100, 300])
-def test_xla_with_windows_caps_and_scales_is_the_definition(length, options):
-    """In one block, in two, and in four that begin after the first key."""
-    *qkv, segments = make_inputs(length=length)
+def test_xla_is_the_definition(shape, options):
+    *qkv, segments = make_inputs(**shape)
     packed, single = packed_and_single(*qkv, segments, **options)
     expected = attention_by_definition(*qkv, np.asarray(segments), **options)
     np.testing.assert_allclose(packed, expected, atol=1e-5)
-    expected = attention_by_definition(*qkv, np.zeros((2, length)), **options)
+    expected = attention_by_definition(*qkv, np.zeros(segments.shape), **options)
     np.testing.assert_allclose(single, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 7}, {"scale": 0.6}])
-@pytest.mark.parametrize("length", [12, 64])
-@pytest.mark.parametrize("packed", [False, True])
-def test_cudnn_is_called_with_what_makes_it_equal_to_xla(cudnn_anywhere, packed, length, options):
-    """Also for 64 keys, to which two are added."""
-    assert_cudnn_is_called_as_xla(make_inputs(length=length), packed, **options)
+# Three blocks of 512 queries.
+BLOCKS = {"rows": 1, "length": 1216, "heads": 2, "kv_heads": 1}
 
 
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 200}])
-def test_cudnn_attends_in_blocks_with_the_keys_that_they_read(cudnn_anywhere, options):
-    """In three blocks of 512 queries, of which the window spares keys of the last two."""
-    inputs = make_inputs(rows=1, length=1216, heads=2, kv_heads=1)
-    assert_cudnn_is_called_as_xla(inputs, packed=True, **options)
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        # 64 keys, to which two are added, and fewer.
+        *itertools.product(
+            ({"length": 12}, {"length": 64}), ({}, {"sliding_window": 7}, {"scale": 0.6})
+        ),
+        (BLOCKS, {}),
+        # Of the last two blocks, the window spares keys.
+        (BLOCKS, {"sliding_window": 200}),
+    ],
+    ids=str,
+)
+def test_cudnn_is_called_with_what_makes_it_equal_to_xla(cudnn_anywhere, shape, options):
+    *qkv, segments = make_inputs(**shape)
+    for own in (segments, None) if shape is not BLOCKS else (segments,):
+        ours = attention.cudnn_attention(*qkv, own, **options)
+        expected = attention.xla_attention(*qkv, own, **options)
+        np.testing.assert_allclose(ours, expected, atol=1e-5)
 
 
 def test_cudnn_has_no_block_of_less_than_a_tile():
@@ -106,16 +109,6 @@ def test_cudnn_has_no_block_of_less_than_a_tile():
     assert sizes(12) == [(12, 12)]
     assert sizes(1150) == [(512, 512), (638, 1150)]
     assert sizes(1152) == [(512, 512), (512, 1024), (128, 1152)]
-
-
-def assert_cudnn_is_called_as_xla(inputs, packed, **options):
-    *qkv, segments = inputs
-    arrays = (*qkv, segments if packed else None)
-    np.testing.assert_allclose(
-        attention.cudnn_attention(*arrays, **options),
-        attention.xla_attention(*arrays, **options),
-        atol=1e-5,
-    )
 
 
 @pytest.mark.parametrize(("packed", "window"), [(False, None), (False, 100), (True, None)])
@@ -163,12 +156,8 @@ def test_xla_spares_the_keys_behind_a_block(monkeypatch):
 
     def flops(blocks):
         monkeypatch.setattr(attention, "MAX_QUERY_BLOCKS", blocks)
-        return (
-            jax.jit(lambda *x: attention.xla_attention(*x))
-            .lower(*make_inputs(length=256))
-            .compile()
-            .cost_analysis()["flops"]
-        )
+        run = jax.jit(lambda *x: attention.xla_attention(*x))
+        return run.lower(*make_inputs(length=256)).compile().cost_analysis()["flops"]
 
     assert 0.6 < flops(4) / flops(1) < 0.65
 
@@ -258,10 +247,8 @@ def test_each_device_runs_its_rows_and_heads():
     ],
 )
 def test_auto(platform, dtype, head_dim, length, chosen):
-    assert (
-        select_attention_program("auto", AttentionFacts(platform, dtype, head_dim, length))
-        == chosen
-    )
+    facts = AttentionFacts(platform, dtype, head_dim, length)
+    assert select_attention_program("auto", facts) == chosen
 
 
 @pytest.mark.parametrize(
@@ -287,47 +274,33 @@ def test_rows_are_rounded_up_so_that_the_platforms_program_runs(wanted, platform
     assert chosen == (own if wanted == "auto" else wanted)
 
 
-@pytest.mark.parametrize(
-    ("platform", "length", "parts", "rounded"),
-    [
-        ("cpu", 18, 2, 20),
-        ("cpu", 24, 2, 24),
-        ("cuda", 1001, 4, 1008),
-        # Eight parts of 4,160 tokens, rounded up to 9 x 512.
-        ("tpu", 33280, 8, 8 * 4608),
-    ],
-)
-def test_each_part_of_a_row_has_two_blocks(platform, length, parts, rounded):
-    assert round_row_length("auto", platform, length, parts) == rounded
+def test_each_part_of_a_row_has_two_blocks():
+    assert round_row_length("auto", "cpu", 18, 2) == 20
+    assert round_row_length("auto", "cuda", 1001, 4) == 1008
+    # Eight parts of 4,160 tokens, rounded up to 9 x 512.
+    assert round_row_length("auto", "tpu", 33280, 8) == 8 * 4608
 
 
-def test_a_run_on_a_tpu_packs_rounded_rows_and_prints_what_attends(monkeypatch):
+def test_a_run_packs_rounded_rows_and_prints_what_attends_on_a_tpu(monkeypatch):
     monkeypatch.setattr(networks, "read_architecture", lambda folder, *_: tiny.ARCHITECTURE)
+
+    def describe(decodes=False, **changes):
+        config = tiny.config(**changes)
+        actor = read_networks(config, Folders(actor=Path("actor"))).actor
+        sizes = (config.sequence_length, config.mesh.context)
+        length = decoders.packed_row_length(config.packing, config.model.attention, *sizes)
+        return length, decoders.describe_attention(config.model, actor, length, decodes=decodes)
+
+    assert describe(decodes=True, packing__row_length=1000) == (1000, "")
     monkeypatch.setattr(decoders, "_platform", lambda: "tpu")
-    config = tiny.config(data__max_prompt_length=500, data__max_response_length=500)
-    actor = read_networks(config, Folders(actor=Path("actor"))).actor
-    assert (
-        decoders.packed_row_length(
-            config.packing, config.model.attention, config.sequence_length, config.mesh.context
-        )
-        == 1024
-    )
-    assert actor.attention == "splash"
-    assert decoders.describe_attention(config.model, actor, 1024, decodes=True) == (
-        "attention: splash for packed rows of 1024 tokens, xla for decoding"
-    )
+    long = {"data__max_prompt_length": 500, "data__max_response_length": 500}
+    line = "attention: splash for packed rows of 1024 tokens, xla for decoding"
+    assert describe(decodes=True, **long) == (1024, line)
     # A length that the user sets is kept, and what it costs is printed.
-    config = tiny.config(packing__row_length=1000)
-    actor = read_networks(config, Folders(actor=Path("actor"))).actor
-    assert (
-        decoders.packed_row_length(
-            config.packing, config.model.attention, config.sequence_length, config.mesh.context
-        )
-        == 1000
-    )
-    assert decoders.describe_attention(config.model, actor, 1000) == (
+    assert describe(packing__row_length=1000) == (
+        1000,
         "attention: xla for packed rows of 1000 tokens (splash attention needs rows of a multiple "
-        "of 128 tokens, not 1000)"
+        "of 128 tokens, not 1000)",
     )
 
 
@@ -336,13 +309,6 @@ def test_prompts_whose_length_the_rows_program_does_not_take_are_xlas():
     for program, length in itertools.product(("xla", "cudnn", "splash"), (512, 200, 513)):
         expected = program if (program, length) in takes else "xla"
         assert program_for_length(program, length) == expected
-
-
-def test_a_run_that_has_no_other_program_says_nothing(monkeypatch):
-    monkeypatch.setattr(networks, "read_architecture", lambda folder, *_: tiny.ARCHITECTURE)
-    config = tiny.config()
-    actor = read_networks(config, Folders(actor=Path("actor"))).actor
-    assert decoders.describe_attention(config.model, actor, 1000, decodes=True) == ""
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ from jax_ppo.models.hf.config_export import to_hf_config
 SHORT, LONG = [1.0, 1.1, 1.3, 1.7], [1.0, 2.0, 3.0, 4.0]
 ORIGINAL = {"original_max_position_embeddings": 64}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0} | ORIGINAL
+LONGROPE = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG} | ORIGINAL
+LONGROPE |= {"rope_theta": 1e4}
 KINDS = {
     "default": {"rope_type": "default", "rope_theta": 500.0},
     "linear": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4},
@@ -25,37 +27,12 @@ KINDS = {
     "yarn, not truncated": YARN | {"beta_fast": 8, "truncate": False},
     "yarn, with mscale": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
     "yarn, ramp of no width": YARN | {"rope_theta": 1e4, "beta_fast": 1e-3, "beta_slow": 1e-3},
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 0.5,
-        "high_freq_factor": 4.0,
-        "rope_theta": 1e4,
-    }
-    | ORIGINAL,
-    "longrope": {
-        "rope_type": "longrope",
-        "short_factor": SHORT,
-        "long_factor": LONG,
-        "rope_theta": 1e4,
-    }
-    | ORIGINAL,
-    "longrope, less than doubled": {
-        "rope_type": "longrope",
-        "short_factor": SHORT,
-        "long_factor": LONG,
-        "factor": 1.5,
-        "rope_theta": 1e4,
-    }
-    | ORIGINAL,
-    "longrope, with its factor": {
-        "rope_type": "longrope",
-        "short_factor": SHORT,
-        "long_factor": LONG,
-        "factor": 8.0,
-        "rope_theta": 1e4,
-    }
-    | ORIGINAL,
+    "llama3": ORIGINAL
+    | {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4}
+    | {"low_freq_factor": 0.5, "high_freq_factor": 4.0},
+    "longrope": LONGROPE,
+    "longrope, less than doubled": LONGROPE | {"factor": 1.5},
+    "longrope, with its factor": LONGROPE | {"factor": 8.0},
 }
 
 
@@ -110,24 +87,14 @@ def test_configurations_go_there_and_back(name):
 
 
 def test_transformers_4_spellings():
-    older = {
-        "model_type": "llama",
-        "rope_theta": 5e5,
-        "rope_scaling": {"type": "linear", "factor": 2.0},
-    }
+    scaling = {"type": "linear", "factor": 2.0}
+    older = {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": scaling}
     architecture = from_hf_config(reference.SIZES | older)
     assert architecture.rope_theta == 5e5
     assert architecture.rope_scaling == (("factor", 2.0), ("rope_type", "linear"))
-    phi = (
-        reference.SIZES
-        | {
-            "model_type": "llama",
-            "rope_scaling": {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG},
-        }
-        | ORIGINAL
-        | {"max_position_embeddings": 512}
-    )
-    assert rope.max_sequence_length(from_hf_config(phi)) == 64
+    scaling = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG}
+    phi = {"model_type": "llama", "rope_scaling": scaling, "max_position_embeddings": 512}
+    assert rope.max_sequence_length(from_hf_config(reference.SIZES | phi | ORIGINAL)) == 64
 
 
 def test_the_base_is_greater_than_one():

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
-from safetensors import safe_open
 
 import hf_reference as reference
 import recorded
@@ -87,15 +86,6 @@ def test_a_critic_starts_at_zero_from_any_checkpoint(tmp_path):
             params, reference.hidden(architecture, params, reference.tokens())
         )
         assert values.shape == (2, 24) and not values.any()
-
-
-def test_progress_counts_every_tensor_of_the_checkpoint(tmp_path):
-    reference.save(tmp_path, "qwen2")
-    seen = []
-    reference.load(tmp_path, progress=lambda done, total: seen.append((done, total)))
-    with safe_open(tmp_path / "model.safetensors", "numpy") as tensors:
-        count = len(tensors.keys())
-    assert seen == [(i, count) for i in range(1, count + 1)]
 
 
 def test_every_end_of_sequence_is_known_the_configs_first(tmp_path):
