@@ -7,16 +7,17 @@ a copy of the project and checks that the test fails.
 
 import dataclasses
 
+MUTATION = "a seeded mutation of this project that its tests once did not catch"
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Exhibit:
     """One bug.
 
     Attributes:
       name: the name of the bug, an identifier.
       source: where it was published: an issue or pull request (without the owner if only one such
-        library exists), a paper, or a version in which it was reproduced. MUTATION for a change of
-        this project that its tests once did not catch.
+        library exists), a paper, or a version in which it was reproduced.
       test: pytest id of the test that guards it.
       where: the end of the dotted name of the definition that the bug is put in: a function, class
         or variable.
@@ -25,7 +26,7 @@ class Exhibit:
     """
 
     name: str
-    source: str
+    source: str = MUTATION
     test: str
     where: str
     old: str
@@ -37,7 +38,6 @@ TEST_SAMPLING = "tests/sampler/test_sampling.py"
 TEST_PACKING = "tests/training/test_packing.py"
 TEST_PROPERTIES = "tests/kernels/test_properties.py"
 TEST_PROMPTS = "tests/data/test_tokenize_prompts.py"
-TEST_TOKENIZER = "tests/data/test_tokenizer.py"
 TEST_CHATS = "tests/data/test_chat_templates.py"
 TEST_FUNCTIONS = "tests/rewards/test_reward_functions.py"
 TEST_RULES = "tests/rewards/test_number_rules.py"
@@ -57,7 +57,8 @@ TEST_MASKED_LOSSES = "tests/ppo/test_masked_losses.py"
 TEST_PARTS = "tests/run/test_parts.py"
 TEST_HF_LOGITS = "tests/models/hf/test_hf_logits.py"
 
-END_OF_RESPONSE = [
+EXHIBITS = [
+    # The end of a response.
     Exhibit(
         name="the_sampler_strips_the_eos",
         source="tunix 0.1.7: the EOS is stripped, so no gradient reaches the decision to stop",
@@ -139,9 +140,7 @@ END_OF_RESPONSE = [
         old="eos_ids: tuple[int, ...] = ()",
         new="eos_ids: tuple[int, ...] = dataclasses.field(default=(), compare=False)",
     ),
-]
-
-SAMPLING_AND_CACHE = [
+    # Sampling and its cache.
     Exhibit(
         name="sampler_log_probs_at_another_temperature",
         source="trl#4159, vime#64: vLLM's log-probs were of undivided logits",
@@ -255,9 +254,7 @@ SAMPLING_AND_CACHE = [
         old="columns_B[:, None]",
         new="jnp.broadcast_to(columns_B.max(), columns_B.shape)[:, None]",
     ),
-]
-
-MODELS = [
+    # Models.
     Exhibit(
         name="the_gradient_of_a_norm_of_zeros_is_nan",
         source="maxtext#5295, tunix#2310: Qwen3.5's keys of padding have length 0",
@@ -413,9 +410,7 @@ MODELS = [
         old="checkpoint.shape(name) != row.hf_shape",
         new="False",
     ),
-]
-
-EXPORT = [
+    # Export.
     Exhibit(
         name="scanned_layers_reach_the_engine_in_another_order",
         source="maxtext#4404: layers were unstacked wrongly, and the engine wrote random text",
@@ -467,9 +462,7 @@ EXPORT = [
         old="list(architecture.eos_ids) or None",
         new="architecture.eos_ids[0]",
     ),
-]
-
-DATA = [
+    # Data.
     Exhibit(
         name="truncation_is_read_and_never_applied",
         source="verl: data.truncation has no effect",
@@ -585,7 +578,7 @@ DATA = [
     Exhibit(
         name="repository_code_is_executed",
         source="tinker-cookbook#333: trust_remote_code=True for all tokenizers (declined)",
-        test=f"{TEST_TOKENIZER}::test_code_of_a_repository_is_not_run",
+        test="tests/data/test_tokenizer.py::test_code_of_a_repository_is_not_run",
         where="load_tokenizer",
         old="AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)",
         new="AutoTokenizer.from_pretrained(str(folder), trust_remote_code=True)",
@@ -598,9 +591,7 @@ DATA = [
         old="answer.rpartition('####')[2].strip()",
         new="answer.rpartition('####')[2].strip(' -')",
     ),
-]
-
-REWARDS = [
+    # Rewards by rule.
     Exhibit(
         name="answers_in_other_formats_are_not_matched",
         source="verl's pattern: `####42`, `#### $42`, `#### **42**`, `#### 42.` score 0",
@@ -660,9 +651,7 @@ REWARDS = [
         old="parse_number(answer)",
         new="eval(solution.rpartition('#### ')[2])",
     ),
-]
-
-PACKED_ROWS = [
+    # Packed rows.
     Exhibit(
         name="log_probs_of_the_token_itself",
         source="trl#44, trlx#248, prime-rl#1525: logits and targets misaligned by one",
@@ -711,9 +700,7 @@ PACKED_ROWS = [
         old="jnp.clip(t - stage, 0, M - 1)",
         new="0",
     ),
-]
-
-REDUCTIONS = [
+    # Masked reductions.
     Exhibit(
         name="padding_counts_in_the_mean_of_advantages",
         source="SkyRL#1305: masked variance about an unmasked mean",
@@ -754,9 +741,7 @@ REDUCTIONS = [
         old="assert_one_shape(x=x, mask=mask)",
         new="None",
     ),
-]
-
-LOG_PROBS = [
+    # Log-probs.
     Exhibit(
         name="a_scoring_pass_without_the_temperature",
         source="trl#3029, verl#6280, unsloth-zoo#832, tunix: one of the passes ran at T = 1",
@@ -797,9 +782,7 @@ LOG_PROBS = [
         old="zero_outside(chunks.scatter(x), mask)",
         new="chunks.scatter(x)",
     ),
-]
-
-REWARD_AND_KL = [
+    # Scores and KL.
     Exhibit(
         name="the_score_is_one_past_the_last_token",
         source="trl#1893, trl#3750, trl#5338, DeepSpeedExamples#672: a reward after the EOS",
@@ -867,10 +850,8 @@ REWARD_AND_KL = [
     Exhibit(
         name="the_teachers_logits_are_those_of_another_token",
         source="ms-swift#8436: the logits of the teacher were not shifted against the labels",
-        test=(
-            "tests/ppo/test_teacher.py::"
-            "test_its_logprobs_are_of_the_sampled_tokens_at_the_sampling_temperature"
-        ),
+        test="tests/ppo/test_teacher.py::"
+        "test_its_logprobs_are_of_the_sampled_tokens_at_the_sampling_temperature",
         where="_compute_rows",
         old="forward.hidden_states(net, params, rows)",
         new="jnp.roll(forward.hidden_states(net, params, rows), 1, axis=1)",
@@ -923,9 +904,7 @@ REWARD_AND_KL = [
         old="jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)",
         new="log_ratio",
     ),
-]
-
-ADVANTAGES = [
+    # Advantages.
     Exhibit(
         name="advantages_leak_in_from_after_the_end",
         source="stable-baselines#385, RoboVerse#814, rlevo#342, cleanrl#16: mask a step late",
@@ -1000,9 +979,7 @@ ADVANTAGES = [
         old="n > 1 and scores_B.shape[0] % n == 0",
         new="scores_B.shape[0] % n == 0",
     ),
-]
-
-LOSSES_AND_RATIO = [
+    # Losses and their ratio.
     Exhibit(
         name="the_first_ratio_is_not_1",
         source="verl#6280, trl#454, trl#3029: old and new log-probs came from different passes",
@@ -1091,9 +1068,7 @@ LOSSES_AND_RATIO = [
         old="(weights >= lower) & (weights <= upper)",
         new="(1 / weights >= lower) & (1 / weights <= upper)",
     ),
-]
-
-UPDATES = [
+    # Updates.
     Exhibit(
         name="a_mean_of_micro_batch_means",
         source="verl#5625, Unsloth and transformers (October 2024), nanochat#59, prime-rl#2358",
@@ -1124,10 +1099,8 @@ UPDATES = [
     Exhibit(
         name="the_router_loss_counts_once_per_micro_batch",
         source="NVIDIA-NeMo/Automodel#3359: router losses without the accumulation's divisor",
-        test=(
-            "tests/ppo/test_router_loss.py::"
-            "test_micro_batches_and_packing_do_not_change_the_routers_loss"
-        ),
+        test="tests/ppo/test_router_loss.py::"
+        "test_micro_batches_and_packing_do_not_change_the_routers_loss",
         where="RolloutObjective.token_weights",
         old="share_RxL * weights.sequence[rows.samples]",
         new="share_RxL / jnp.maximum(share_RxL.sum(), 1)",
@@ -1275,14 +1248,12 @@ UPDATES = [
     Exhibit(
         name="the_controllers_coefficient_is_lost_on_resume",
         source="verl#7013, OpenRLHF, trl#2657: a resumed run started with the initial coefficient",
-        test=("tests/training/test_control.py::test_only_an_adapted_coefficient_survives_a_resume"),
+        test="tests/training/test_control.py::test_only_an_adapted_coefficient_survives_a_resume",
         where="resumed_control",
         old="KL_CONTROLLERS[kl_options.type].adapts",
         new="False",
     ),
-]
-
-RULES_IN_A_RUN = [
+    # Rules in a run.
     Exhibit(
         name="a_plain_function_is_not_accepted_as_reward",
         source="trl#2518, trl#2363, trl#3093: PPOTrainer accepted only an nn.Module as reward",
@@ -1347,16 +1318,14 @@ RULES_IN_A_RUN = [
         old="first_sample += len(batch_scores)",
         new="first_sample += 0",
     ),
-]
-
-CLIPS_AND_OTHER_LOSSES = [
+    # Clips and other losses.
     Exhibit(
         name="the_minimum_is_taken_before_the_advantage",
         source="takuseno/ppo#3: min(ratio, clipped ratio) * A almost never clips bad tokens",
         test="tests/kernels/test_losses.py::test_policy_loss_by_hand",
         where="clipped_surrogate",
         old="jnp.maximum(unclipped_loss, clipped_loss)",
-        new=("-advantages * jnp.minimum(ratio, jnp.clip(ratio, 1.0 - clip.low, 1.0 + clip.high))"),
+        new="-advantages * jnp.minimum(ratio, jnp.clip(ratio, 1.0 - clip.low, 1.0 + clip.high))",
     ),
     Exhibit(
         name="the_dual_clip_applies_to_good_tokens",
@@ -1425,9 +1394,7 @@ CLIPS_AND_OTHER_LOSSES = [
         old="jnp.maximum(batch.action_counts, 1)",
         new="1",
     ),
-]
-
-STOPS = [
+    # Early stops.
     Exhibit(
         name="the_early_stop_ends_only_one_epoch",
         source="ManiSkill#830, cleanrl#520: it left one of two loops, and the next epoch went on",
@@ -1468,9 +1435,7 @@ STOPS = [
         old="self._skipped_in_a_row += 1",
         new="self._skipped_in_a_row = 1",
     ),
-]
-
-MOMENTS_AND_SHAPING = [
+    # Moments and shaping.
     Exhibit(
         name="a_batch_counts_as_one_number",
         source="cleanrl#18: RunningMeanStd was updated with a batch_count of 1",
@@ -1557,9 +1522,7 @@ MOMENTS_AND_SHAPING = [
         old="bisect.bisect_left",
         new="bisect.bisect_right",
     ),
-]
-
-RUNS = [
+    # Runs.
     Exhibit(
         name="the_best_checkpoint_is_forgotten_by_a_restart",
         source="transformers#11748, transformers#15089: the best checkpoint was deleted",
@@ -1634,13 +1597,9 @@ RUNS = [
         old="not (first_step and id_file.exists())",
         new="not id_file.exists() or first_step",
     ),
-]
-
-MUTATION = "a seeded mutation of this project"
-SURVIVORS = [
+    # Mutations.
     Exhibit(
         name="a_resumed_run_accepts_another_model",
-        source=MUTATION,
         test="tests/training/test_resume.py::test_no_option_of_the_model_may_change",
         where="Config",
         old="section(Model, fixed_on_resume=True)",
@@ -1648,7 +1607,6 @@ SURVIVORS = [
     ),
     Exhibit(
         name="evaluated_accuracy_counts_rows_without_a_right_answer",
-        source=MUTATION,
         test=f"{TEST_EVALUATION}::test_accuracy_is_of_the_rows_whose_rule_defines_correctness",
         where="evaluate_batches",
         old="defined_correct.mean()",
@@ -1656,7 +1614,6 @@ SURVIVORS = [
     ),
     Exhibit(
         name="training_accuracy_counts_rows_without_a_right_answer",
-        source=MUTATION,
         test=f"{TEST_EVALUATION}::test_accuracy_is_of_the_rows_whose_rule_defines_correctness",
         where="measure_sampling",
         old="masked_mean(correct_B, is_known_B)",
@@ -1664,7 +1621,6 @@ SURVIVORS = [
     ),
     Exhibit(
         name="the_cosine_schedule_ends_at_zero",
-        source=MUTATION,
         test=f"{TEST_OPTIMIZER}::test_a_schedule_ends_at_its_floor_and_stays_there",
         where="cosine_rate",
         old="optax.cosine_decay_schedule(options.lr, decay_steps, alpha=options.min_lr_ratio)",
@@ -1672,7 +1628,6 @@ SURVIVORS = [
     ),
     Exhibit(
         name="a_normalized_value_is_bootstrapped_from",
-        source=MUTATION,
         test=f"{TEST_EXPERIENCE}::test_the_value_bootstrapped_from_is_in_units_of_reward",
         where="critic_values",
         old="mean + std * final_values",
@@ -1680,7 +1635,6 @@ SURVIVORS = [
     ),
     Exhibit(
         name="masked_responses_enter_the_moments_of_returns",
-        source=MUTATION,
         test=f"{TEST_EXPERIENCE}::test_moments_of_returns_leave_out_masked_responses",
         where="normalize_returns",
         old="update_moments(moments, returns, learned_values(masks), size)",
@@ -1688,7 +1642,6 @@ SURVIVORS = [
     ),
     Exhibit(
         name="the_critics_lambda_defaults_to_one",
-        source=MUTATION,
         test=f"{TEST_EXPERIENCE}::test_the_critics_lambda_is_the_actors_unless_set",
         where="generalized_advantages",
         old="actor_lams = critic_lams = lams",
@@ -1696,7 +1649,6 @@ SURVIVORS = [
     ),
     Exhibit(
         name="a_pair_is_kept_if_one_side_fits",
-        source=MUTATION,
         test="tests/data/test_responses.py::test_a_pair_is_dropped_if_one_side_is_too_long",
         where="_encode_fitting_responses",
         old="max(map(len, encoded)) <= max_response_length",
@@ -1704,7 +1656,6 @@ SURVIVORS = [
     ),
     Exhibit(
         name="the_sum_of_a_response_is_its_largest_token",
-        source=MUTATION,
         test=f"{TEST_PACKING}::test_sums_over_a_response_stand_at_each_of_its_tokens",
         where="sample_sums",
         old="jnp.zeros(samples, values_RxL.dtype).at[rows.samples].add(masked_RxL)",
@@ -1712,7 +1663,6 @@ SURVIVORS = [
     ),
     Exhibit(
         name="nothing_is_due_after_the_last_step",
-        source=MUTATION,
         test="tests/training/test_resume.py::test_everything_is_due_after_the_last_step",
         where="is_due",
         old="is_multiple or completed_steps == total_steps",
@@ -1720,15 +1670,12 @@ SURVIVORS = [
     ),
     Exhibit(
         name="moments_overflow",
-        source=MUTATION,
         test="tests/kernels/test_masked_statistics.py::test_a_batch_whose_moments_overflow_is_ignored",
         where="update_moments",
         old="jnp.isfinite(updated.mean) & jnp.isfinite(updated.m2)",
         new="jnp.isfinite(updated.mean)",
     ),
-]
-
-DIALOGUES = [
+    # Dialogues.
     Exhibit(
         name="the_mask_of_the_environment_is_ignored",
         source="trl#4975: one path of the loss learned the tokens of tools",
@@ -1763,7 +1710,6 @@ DIALOGUES = [
     ),
     Exhibit(
         name="turns_without_an_answer_are_one",
-        source=MUTATION,
         test="tests/sampler/test_dialogues.py::test_dialogues_are_those_of_a_loop_over_one_sequence",
         where="record_dialogues",
         old="dialogues.starts",
@@ -1798,7 +1744,6 @@ DIALOGUES = [
     ),
     Exhibit(
         name="every_stage_works_on_the_micro_batch_of_the_first",
-        source=MUTATION,
         test=f"{TEST_STAGES}::test_stages_change_no_hidden_state_and_no_gradient[four_stages]",
         where="run_stages",
         old="t - stage",
@@ -1807,35 +1752,10 @@ DIALOGUES = [
     Exhibit(
         name="the_template_between_turns_is_cut",
         source="verl#3720: the template's line break after a turn stood in training alone",
-        test=(
-            "tests/environments/test_tool_calls.py::"
-            "test_results_come_back_as_the_template_writes_them"
-        ),
+        test="tests/environments/test_tool_calls.py::"
+        "test_results_come_back_as_the_template_writes_them",
         where="MessageFrame.encode",
         old="self._before[1:] if self._before[:1] == [last] else self._before",
         new="self._before[2:] if self._before[:1] == [last] else self._before",
     ),
-]
-
-EXHIBITS = [
-    *END_OF_RESPONSE,
-    *SAMPLING_AND_CACHE,
-    *MODELS,
-    *EXPORT,
-    *DATA,
-    *REWARDS,
-    *PACKED_ROWS,
-    *REDUCTIONS,
-    *LOG_PROBS,
-    *REWARD_AND_KL,
-    *ADVANTAGES,
-    *LOSSES_AND_RATIO,
-    *UPDATES,
-    *RULES_IN_A_RUN,
-    *CLIPS_AND_OTHER_LOSSES,
-    *STOPS,
-    *MOMENTS_AND_SHAPING,
-    *RUNS,
-    *DIALOGUES,
-    *SURVIVORS,
 ]
