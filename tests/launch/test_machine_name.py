@@ -1,16 +1,15 @@
 """Names of machines in the launchers' notations."""
 
-import subprocess
 import sys
 
 import pytest
 
-from stand_ins import LAUNCH
+from stand_ins import LAUNCH, capture
 
 
 def name(*words):
-    script = [sys.executable, "-I", "-S", LAUNCH / "machine_name.py"]  # without any package
-    return subprocess.run([*script, *words], capture_output=True, text=True)
+    # Without any package.
+    return capture(sys.executable, "-I", "-S", LAUNCH / "machine_name.py", *words)
 
 
 @pytest.mark.parametrize("machine", ["v5e-64", "v5e:8x8", "v5litepod-64"])

@@ -3,7 +3,6 @@
 import pathlib
 import shlex
 import shutil
-import subprocess
 import sys
 from types import ModuleType
 
@@ -11,7 +10,7 @@ import pytest
 import yaml
 
 from jax_ppo.config import command_line
-from stand_ins import LAUNCH, TRICKY, script
+from stand_ins import LAUNCH, TRICKY, capture, script
 
 TASK = yaml.safe_load((LAUNCH / "sky.yaml").read_text())
 
@@ -24,18 +23,10 @@ def run(tmp_path):
         script(path, 'printf "%s\\0" "$@"; printf "%s\\0" "${HF_TOKEN-unset} ${HF_HOME-unset}" >&2')
 
     def call(block, path=(), **variables):
-        environment = {
-            **TASK["envs"],
-            **TASK["secrets"],
-            "WORKDIR": "gs://mine/seed 1",
-            **variables,
-        }
-        finished = subprocess.run(
-            ["bash", "-c", TASK[block]],
-            env=environment | {"HOME": str(tmp_path), "PATH": ":".join([*path, "/usr/bin:/bin"])},
-            capture_output=True,
-            text=True,
-        )
+        workdir = {"WORKDIR": "gs://mine/seed 1"}
+        environment = TASK["envs"] | TASK["secrets"] | workdir | variables
+        environment |= {"HOME": str(tmp_path), "PATH": ":".join([*path, "/usr/bin:/bin"])}
+        finished = capture("bash", "-c", TASK[block], env=environment)
         assert finished.returncode == 0, finished.stderr
         return finished.stdout.split("\0")[:-1], finished.stderr.strip("\0")
 
@@ -48,12 +39,7 @@ def test_the_command_and_its_options_exist(run, monkeypatch):
     assert (option, module) == ("-m", "jax_ppo.train")
     config, workdir = command_line.read_command_line(["train", *arguments])
     assert (config.experiment_name, workdir) == ("gsm8k", "gs://mine/seed 1")
-
-
-def test_a_resumed_run_has_the_same_work_directory(run):
-    """It is no part of the machine, and SkyPilot asks for it."""
-    assert TASK["envs"]["WORKDIR"] is None
-    assert run("run") == run("run")
+    assert TASK["envs"]["WORKDIR"] is None, "SkyPilot asks for it: no part of the machine"
 
 
 def test_arguments_are_read_as_by_a_shell(run):
@@ -89,6 +75,5 @@ def test_shellcheck_has_nothing_to_report(block):
     if not shellcheck:
         pytest.skip("needs the extra `dev`")
     # SC2154: the variables of the task are set in the environment.
-    command = [shellcheck, "--shell=bash", "--exclude=SC2154", "-"]
-    report = subprocess.run(command, input=TASK[block], capture_output=True, text=True)
+    report = capture(shellcheck, "--shell=bash", "--exclude=SC2154", "-", input=TASK[block])
     assert report.returncode == 0, report.stdout

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from stand_ins import LAUNCH, TRICKY, script
-from waiting import HANG_SECONDS, wait_until
+from stand_ins import LAUNCH, TRICKY, capture, script
+from waiting import wait_until
 
 needs_git_checkout = pytest.mark.skipif(
     not (LAUNCH.parent / ".git").exists() or not shutil.which("git"), reason="needs a git checkout"
@@ -85,17 +85,11 @@ def pod(tmp_path):
 
     def call(command, *arguments, **more):
         where = ["--name", "pod", "--zone", "here"]
-        return subprocess.run(
-            [LAUNCH / "tpu_pod.sh", command, *where, *arguments],
-            env=environment | more,
-            capture_output=True,
-            text=True,
-            timeout=HANG_SECONDS,
-        )
+        return capture(LAUNCH / "tpu_pod.sh", command, *where, *arguments, env=environment | more)
 
     yield call
     if (home / "train.pid").exists():
-        subprocess.run(["bash", home / "launch/tpu_host.sh", "stop"], capture_output=True)
+        capture("bash", home / "launch/tpu_host.sh", "stop")
 
 
 def calls(tmp_path):
@@ -312,10 +306,8 @@ class TestSetup:
         assert run.returncode == 0, run.stderr
         assert (tmp_path / "jax_ppo/output/kept").exists()
         assert not (tmp_path / "jax_ppo/stale.py").exists()
-        listing = subprocess.run(
-            ["git", "ls-tree", "-r", "--name-only", "HEAD"], cwd=checkout, stdout=subprocess.PIPE
-        )
-        names = listing.stdout.decode().splitlines()
+        listing = capture("git", "ls-tree", "-r", "--name-only", "HEAD", cwd=checkout)
+        names = listing.stdout.splitlines()
         assert names and all((tmp_path / "jax_ppo" / name).exists() for name in names)
         assert "-e .[tpu,gcs]" in (tmp_path / "installed").read_text()
 
@@ -351,6 +343,6 @@ class TestCommandLine:
         assert run.stderr == "tpu_pod.sh: COMMAND: expected train, sft or reward_model\n"
 
     def test_help(self):
-        run = subprocess.run([LAUNCH / "tpu_pod.sh", "--help"], capture_output=True, text=True)
+        run = capture(LAUNCH / "tpu_pod.sh", "--help")
         assert run.returncode == 0 and run.stdout.startswith("Train on")
         assert "--dry-run" in run.stdout
