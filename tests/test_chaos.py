@@ -51,8 +51,8 @@ def replace(name, old, new):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (replace("training_metrics.csv", "0.25", "0.250001"), "step 2, loss: 0.250001"),
-        (replace("training_metrics.csv", "1,0.5,3.0\n", ""), "1 rows instead of 2"),
+        (replace("training_metrics.csv", "0.25", "0.250001"), "step 2, loss: '0.250001'"),
+        (replace("training_metrics.csv", "1,0.5,3.0\n", ""), "rows: 1 instead of 2"),
         (replace("summary.json", "0.5", "0.6"), "summary.json"),
         (replace("actor/model.safetensors", "w", "v"), "model.safetensors"),
         (lambda folder: (folder / ".actor.writing").mkdir(), ".actor.writing"),

@@ -85,19 +85,17 @@ class Chaos:
       failures: the numbers of the runs that a fault has changed.
     """
 
-    def __init__(self, folder: Path, seed: int, kinds: tuple[str, ...] = ()) -> None:
+    def __init__(self, folder: Path, seed: int) -> None:
         """Write the inputs of all runs to `folder`.
 
         Args:
           folder: holds everything that the runs read and write.
           seed: of the faults.
-          kinds: the kinds of faults; none: all that a variant can have.
         """
         self.faults: list[Fault] = []
         self.failures: list[int] = []
         self._folder = folder
         self._seed = seed
-        self._kinds = kinds
         self._references: dict[str, Reference] = {}
         self._reference_locks = collections.defaultdict(threading.Lock)
         write_inputs(folder / "inputs")
@@ -209,9 +207,7 @@ class Chaos:
     def _draw_fault(self, name: str, workdir: Path, rng: random.Random) -> tuple[str, str, int]:
         """Return the kind of the next fault, and the phase and its occurrence to wait for."""
         reference = self._references[name]
-        kinds = [*KINDS, *["kill one"] * 3 * (VARIANTS[name].processes > 1)]
-        kinds = [kind for kind in kinds if not self._kinds or kind in self._kinds]
-        kind = rng.choice(kinds)
+        kind = rng.choice([*KINDS, *["kill one"] * 3 * (VARIANTS[name].processes > 1)])
         phases = set(reference.durations)
         if (workdir / "checkpoints" / str(reference.occurrences["updating"])).exists():
             phases &= LAST_PHASES
@@ -317,19 +313,6 @@ def damage_newest_checkpoint(workdir: Path, rng: random.Random) -> bool:
     return True
 
 
-def print_tables(faults: list[Fault]) -> None:
-    """Print the faults by kind and phase, and by kind and variant."""
-    kinds = sorted({fault.kind for fault in faults})
-    for attribute in ("phase", "variant"):
-        counts = collections.Counter((getattr(fault, attribute), fault.kind) for fault in faults)
-        print(f"\n| {attribute} | {' | '.join(kinds)} | all |\n|{' --- |' * (len(kinds) + 2)}")
-        for name in sorted({name for name, _ in counts}):
-            row = [counts[name, kind] for kind in kinds]
-            print(f"| {name} | {' | '.join(map(str, row))} | {sum(row)} |")
-        totals = [sum(fault.kind == kind for fault in faults) for kind in kinds]
-        print(f"| all | {' | '.join(map(str, totals))} | {len(faults)} |")
-
-
 def _seconds(durations: dict[str, float]) -> str:
     return ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in durations.items())
 
@@ -343,12 +326,6 @@ def disturb_runs(chaos: Chaos, numbers: Iterator[int], names: list[str], faults:
     return count
 
 
-def weighted_names(names: list[str]) -> list[str]:
-    """Return each variant's name as often as its weight, occurrences of one variant far apart."""
-    rounds = range(max(VARIANTS[name].weight for name in names))
-    return [name for i in rounds for name in names if VARIANTS[name].weight > i]
-
-
 def main() -> int:
     """Disturb runs of all variants until there were enough faults; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -356,19 +333,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--parallel", type=int, default=1, help="runs at a time")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="names with commas between")
-    parser.add_argument("--kinds", default="", help="of faults, with commas between; default: all")
     parser.add_argument("--run", type=int, help="number of the only run to disturb")
     arguments = parser.parse_args()
     # A shell ignores SIGINT for what it runs in the background, and children would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     started = time.monotonic()
-    kinds = tuple(filter(None, arguments.kinds.split(",")))
-    names = weighted_names(arguments.variants.split(","))
+    names = arguments.variants.split(",")
     numbers = itertools.count() if arguments.run is None else iter([arguments.run])
     folder = Path(tempfile.mkdtemp(prefix="jax_ppo_chaos_"))
     failures: list[int] = []
     try:
-        chaos = Chaos(folder, arguments.seed, kinds)
+        chaos = Chaos(folder, arguments.seed)
         with concurrent.futures.ThreadPoolExecutor(arguments.parallel) as pool:
             failures = chaos.failures
             workers = [
@@ -379,7 +354,9 @@ def main() -> int:
     finally:
         if not failures:
             shutil.rmtree(folder)
-    print_tables(chaos.faults)
+    for attribute in ("kind", "phase", "variant"):
+        counts = collections.Counter(getattr(fault, attribute) for fault in chaos.faults)
+        print(f"by {attribute}: {', '.join(f'{name} {n}' for name, n in counts.most_common())}")
     minutes = (time.monotonic() - started) / 60
     print(
         f"\nseed {arguments.seed}: {len(chaos.faults)} faults in {count} runs, {minutes:.0f} "

@@ -10,7 +10,7 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jax_ppo import command
@@ -85,21 +85,22 @@ def announce_examples() -> None:
 
     For partial rollouts, those of each batch that enters the pool.
     """
-    placed = []
+    placed: list[int] = []
+
+    def announce_rows(step: int, indices: Iterable[int]) -> None:
+        announce(f"step {step} of examples {' '.join(map(str, indices))}")
 
     def wrap_sample_batch(function: Callable) -> Callable:
-        def call(
-            run: Any, state: Any, batches: Any, step: int, reporter: Any, **options: Any
-        ) -> Any:
-            sampled = function(run, state, batches, step, reporter, **options)
-            announce(f"step {step} of examples {' '.join(map(str, sampled.batch.indices))}")
+        def call(run: Any, state: Any, batches: Any, step: int, *arguments: Any, **options: Any):
+            sampled = function(run, state, batches, step, *arguments, **options)
+            announce_rows(step, sampled.batch.indices)
             return sampled
 
         return call
 
     def wrap_begin(function: Callable) -> Callable:
         def call(run: Any, batch: Any, number: int, *arguments: Any) -> Any:
-            announce(f"step {number} of examples {' '.join(map(str, batch.indices))}")
+            announce_rows(number, batch.indices)
             return function(run, batch, number, *arguments)
 
         return call
@@ -113,8 +114,7 @@ def announce_examples() -> None:
 
     def wrap_train_step(function: Callable) -> Callable:
         def call(*arguments: Any, **options: Any) -> Any:
-            step = int(arguments[2])
-            announce(f"step {step} of examples {' '.join(map(str, placed))}")
+            announce_rows(int(arguments[2]), placed)
             return function(*arguments, **options)
 
         return call

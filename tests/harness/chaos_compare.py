@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 from chaos_variants import Variant
 from whole_run import read_metrics
@@ -49,47 +50,24 @@ def compare_runs(
     Raises:
       Failure: they differ.
     """
-    if examples != reference.examples:
-        raise Failure(f"examples {dict(examples)} instead of {dict(reference.examples)}")
-    ours, theirs = read_metrics(workdir), read_metrics(reference.workdir)
-    if ours != theirs:
-        raise Failure(f"training_metrics.csv differs: {_first_difference(ours, theirs)}")
-    summaries = (
-        json.loads((folder / "summary.json").read_text()) for folder in (workdir, reference.workdir)
-    )
-    ours, theirs = (
-        {name: summary[name] for name in ("evaluations", "steps", "total_steps")}
-        for summary in summaries
-    )
-    if ours != theirs:
-        raise Failure(f"summary.json: {ours} instead of {theirs}")
-    for export in variant.exports:
-        ours, theirs = read_files(workdir / export), read_files(reference.workdir / export)
-        different = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
-        if different:
-            raise Failure(f"{export}: {different} differ")
-    # Nothing temporary remains.
-    ours, theirs = (
-        sorted(path.name for path in folder.iterdir()) for folder in (workdir, reference.workdir)
-    )
-    if ours != theirs:
-        raise Failure(f"the work directory holds {ours} instead of {theirs}")
+    ours = _describe(variant, workdir, examples)
+    theirs = _describe(variant, reference.workdir, reference.examples)
+    for name in theirs | ours:
+        if ours.get(name) != theirs.get(name):
+            raise Failure(f"{name}: {ours.get(name)!r:.500} instead of {theirs.get(name)!r:.500}")
 
 
-def _first_difference(ours: list[dict], theirs: list[dict]) -> str:
-    if len(ours) != len(theirs):
-        return f"{len(ours)} rows instead of {len(theirs)}"
-    for a, b in zip(ours, theirs, strict=True):
-        for name in a | b:
-            if a.get(name) != b.get(name):
-                return f"step {b['step']}, {name}: {a.get(name)} instead of {b.get(name)}"
-    return "nothing"
-
-
-def read_files(folder: Path) -> dict[str, bytes]:
-    """Return the contents of all files below a folder by their names."""
+def _describe(variant: Variant, workdir: Path, examples: dict[int, set[str]]) -> dict[str, Any]:
+    """Return what disturbances may not change, by names."""
+    rows = read_metrics(workdir)
+    summary = json.loads((workdir / "summary.json").read_text())
+    exported = (path for export in variant.exports for path in (workdir / export).rglob("*"))
     return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        "examples": examples,
+        "rows": len(rows),
+        **{f"step {row['step']}, {name}": x for row in rows for name, x in row.items()},
+        **{f"summary.json, {x}": summary[x] for x in ("evaluations", "steps", "total_steps")},
+        **{str(x.relative_to(workdir)): x.read_bytes() for x in exported if x.is_file()},
+        # Nothing temporary remains.
+        "work directory": sorted(path.name for path in workdir.iterdir()),
     }

@@ -69,7 +69,6 @@ class Variant:
       devices: virtual devices of each process.
       processes: number of processes.
       exports: the folders of the work directory that the run makes.
-      weight: share of the runs.
     """
 
     command: str = "train"
@@ -77,7 +76,6 @@ class Variant:
     devices: int = 1
     processes: int = 1
     exports: tuple[str, ...] = ("actor",)
-    weight: int = 1
 
 
 DIALOGUES = (
@@ -137,14 +135,12 @@ VARIANTS = {
     ),
     "environment server": Variant(options=SERVER),
     "grpo": Variant(options=("algorithm.adv_estimator=grpo",)),
-    "sft": Variant(command="sft", weight=2),
-    "reward model": Variant(command="reward_model", exports=("reward_model",), weight=2),
+    "sft": Variant(command="sft"),
+    "reward model": Variant(command="reward_model", exports=("reward_model",)),
     "8 devices": Variant(options=("mesh.fsdp=2", "mesh.model=2"), devices=8),
-    "2 processes": Variant(processes=2, weight=2),
+    "2 processes": Variant(processes=2),
     # Eight devices; tensor parallelism spans two processes.
-    "4 processes": Variant(
-        options=("mesh.fsdp=2", "mesh.model=4"), devices=2, processes=4, weight=1
-    ),
+    "4 processes": Variant(options=("mesh.fsdp=2", "mesh.model=4"), devices=2, processes=4),
 }
 
 

@@ -57,40 +57,14 @@ GEMMA_4 = {
     "hidden_size_per_layer_input": 6,
     "vocab_size_per_layer_input": 97,
 }
+# Prefixes of class names, names of classes, fields and tensors that do not follow the rule.
 CLASS_PREFIXES = {
-    "llama": "Llama",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
     "qwen3_5_text": "Qwen3_5",
     "qwen3_5_moe_text": "Qwen3_5Moe",
-    "qwen3_next": "Qwen3Next",
-    "lfm2": "Lfm2",
-    "deepseek_v2": "DeepseekV2",
-    "deepseek_v3": "DeepseekV3",
-    "mistral": "Mistral",
-    "qwen2_moe": "Qwen2Moe",
-    "qwen3_moe": "Qwen3Moe",
-    "mixtral": "Mixtral",
-    "ministral": "Ministral",
-    "ministral3": "Ministral3",
-    "gpt_oss": "GptOss",
-    "phi3": "Phi3",
     "smollm3": "SmolLM3",
-    "granite": "Granite",
-    "olmo2": "Olmo2",
-    "olmo3": "Olmo3",
-    "glm": "Glm",
-    "glm4": "Glm4",
-    "gemma": "Gemma",
-    "gemma2": "Gemma2",
-    "gemma3_text": "Gemma3",
-    "gemma4_text": "Gemma4",
     "gpt2": "GPT2",
     "gpt_neox": "GPTNeoX",
 }
-
-
-# Names of classes, fields and tensors that do not follow the rule.
 CLASSES = {
     "GPT2ForCausalLM": "GPT2LMHeadModel",
     # The classifier without "Text" is multimodal.
@@ -111,6 +85,12 @@ FIELDS = {
 }
 
 
+def class_prefix(family):
+    """Return what the names of transformers' classes of a family begin with."""
+    words = family.removesuffix("_text").split("_")
+    return CLASS_PREFIXES.get(family) or "".join(word.capitalize() for word in words)
+
+
 def fields(family, values):
     """Return fields of a config.json, given by Llama's names, under the family's names."""
     names = FIELDS.get(family, {})
@@ -119,7 +99,7 @@ def fields(family, values):
 
 def save(folder, family="llama", task="CausalLM", dtypes=("float32",), shard_bytes=None, **changes):
     """Write a small model as transformers does, with random parameters; return it."""
-    name = f"{CLASS_PREFIXES[family]}For{task}"
+    name = f"{class_prefix(family)}For{task}"
     return recorded.write_checkpoint(
         folder,
         CLASSES.get(name, name),

@@ -7,8 +7,8 @@ what is small enough: fields of config.json and adapter_config.json, names of op
 rows of data, answers of environments, results of reward functions, replies of judges.) It is
 accepted, and then the outcome is what an independent computation says; or refused by a `UserError`
 of one line that names it. Neither may take longer than two seconds, show a traceback, write outside
-the input's folder or leave a process behind. Each kind of input runs in one child process, which is
-killed if it hangs.
+the input's folder or leave a process behind. An input that crashes the interpreter or hangs ends
+the run.
 
 The inputs follow from `--seed` alone. A failure prints the kind and the number of its input:
 `--kind KIND --only NUMBER` repeats it.
@@ -17,11 +17,12 @@ The inputs follow from `--seed` alone. A failure prints the kind and the number 
 import argparse
 import collections
 import contextlib
+import faulthandler
 import functools
 import io
 import json
+import logging
 import math
-import multiprocessing
 import os
 import random
 import shutil
@@ -39,7 +40,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[2]))  # this checkout, whatever is installed
 
 SECONDS = 2.0  # of one input: of the processor's time, so that a busy machine changes nothing
-HANG = 300.0  # seconds without an answer after which a child is killed; imports are slow
+HANG = 300.0  # seconds of one input after which the run ends: imports are slow
 ACCEPTED, REFUSED, FAILED = "accepted", "refused", "failed"
 
 
@@ -335,60 +336,34 @@ def judge(kind: str, number: int, seed: int, outside: Path) -> tuple[str, str]:
     return outcome, why
 
 
-def run_kind(kind: str, numbers: range, seed: int, root: str, results: Any) -> None:
-    """Judge inputs of one kind, in a separate process; send (number, outcome, why, seconds)."""
-    import logging
-
-    logging.disable(logging.CRITICAL)
-    # All temporary files are below `root`, also the files of a process that is killed.
-    tempfile.tempdir = root
-    outside = Path(tempfile.mkdtemp(prefix="cwd_"))
-    os.chdir(outside)
-    results.send((-1, ACCEPTED, "", 0.0))
+def run_kind(kind: str, numbers: range, seed: int, outside: Path) -> int:
+    """Judge inputs of one kind, print a row and a line per failure, and return their number."""
     # The first inputs pay for imports and compiled programs, which are not their own.
     for warm_up in range(20):
         with contextlib.suppress(BaseException):
             with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(io.StringIO()):
                 KINDS[kind](random.Random(warm_up), Path(name))
+    counts: collections.Counter[str] = collections.Counter()
+    slowest = 0.0
+    lines = []
     for number in numbers:
+        # The last line that is left of a run that an input has killed.
+        print(f"--kind '{kind}' --only {number}", file=sys.stderr)
+        faulthandler.dump_traceback_later(HANG, exit=True)
         start = time.monotonic()
         outcome, why = judge(kind, number, seed, outside)
-        results.send((number, outcome, why, time.monotonic() - start))
-    results.close()
-
-
-def run_inputs(kind: str, numbers: range, seed: int) -> Iterator[tuple[int, str, str, float]]:
-    """Yield the result of each input of a kind; replace a child that hangs or dies."""
-    context = multiprocessing.get_context("spawn")
-    while numbers:
-        problem = ""
-        with tempfile.TemporaryDirectory(prefix="hostile_") as root:
-            receiver, sender = context.Pipe(duplex=False)
-            arguments = (kind, numbers, seed, root, sender)
-            child = context.Process(target=run_kind, args=arguments, daemon=True)
-            child.start()
-            sender.close()
-            try:
-                while numbers and not problem:
-                    if not receiver.poll(HANG):
-                        problem = f"hung for {HANG:g} s"
-                        break
-                    try:
-                        result = receiver.recv()
-                    except EOFError:
-                        child.join(5)
-                        problem = f"the process died with exit code {child.exitcode}"
-                        break
-                    if result[0] >= 0:
-                        numbers = numbers[1:]
-                        yield result
-            finally:
-                # Also when the caller is interrupted.
-                child.kill()
-                child.join()
-        if problem:
-            yield numbers[0], FAILED, problem, 0.0
-            numbers = numbers[1:]
+        slowest = max(slowest, time.monotonic() - start)
+        counts[outcome] += 1
+        if outcome == FAILED:
+            lines.append(f"  --kind '{kind}' --only {number}: {why!r:.400}")
+    print(
+        f"{kind:22} {counts.total():7} {counts[ACCEPTED]:9} {counts[REFUSED]:8} "
+        f"{counts[FAILED]:7} {slowest:6.2f} s",
+        *lines,
+        sep="\n",
+        flush=True,
+    )
+    return counts[FAILED]
 
 
 def main() -> None:
@@ -401,25 +376,15 @@ def main() -> None:
     kinds = arguments.kind or list(KINDS)
     each = -(-arguments.inputs // len(kinds))
     numbers = range(each) if arguments.only is None else range(arguments.only, arguments.only + 1)
-    failures = 0
+    logging.disable(logging.CRITICAL)
     print(f"{'kind':22} {'inputs':>7} {'accepted':>9} {'refused':>8} {'failed':>7} {'slowest':>8}")
-    for kind in kinds:
-        counts: collections.Counter[str] = collections.Counter()
-        slowest = 0.0
-        lines = []
-        for number, outcome, why, seconds in run_inputs(kind, numbers, arguments.seed):
-            counts[outcome] += 1
-            slowest = max(slowest, seconds)
-            if outcome == FAILED:
-                lines.append(f"  --kind '{kind}' --only {number}: {why!r:.400}")
-        failures += counts[FAILED]
-        print(
-            f"{kind:22} {counts.total():7} {counts[ACCEPTED]:9} {counts[REFUSED]:8} "
-            f"{counts[FAILED]:7} {slowest:6.2f} s",
-            *lines,
-            sep="\n",
-            flush=True,
-        )
+    with tempfile.TemporaryDirectory(prefix="hostile_") as root:
+        # All temporary files are below `root`.
+        tempfile.tempdir = root
+        outside = Path(tempfile.mkdtemp(prefix="cwd_"))
+        os.chdir(outside)
+        failures = sum(run_kind(kind, numbers, arguments.seed, outside) for kind in kinds)
+        os.chdir("/")
     print(f"{failures} of {each * len(kinds)} inputs failed (seed {arguments.seed})")
     raise SystemExit(1 if failures else 0)
 

@@ -15,7 +15,6 @@ import ast
 import collections
 import copy
 import dataclasses
-import json
 import os
 import pathlib
 import random
@@ -26,45 +25,29 @@ import tempfile
 import time
 import xml.etree.ElementTree
 from collections.abc import Iterator
+from typing import Any
 
 import edited_copies
 
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = "jax_ppo"
 
-COMPARISONS = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-}
-OPERATORS = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.FloorDiv,
-    ast.Pow: ast.Mult,
-    ast.BitAnd: ast.BitOr,
-    ast.BitOr: ast.BitAnd,
-}
-NAMES = {
-    "minimum": "maximum",
-    "maximum": "minimum",
-    "min": "max",
-    "max": "min",
-    "argmin": "argmax",
-    "argmax": "argmin",
-    "any": "all",
-    "all": "any",
-}
+
+def swaps(*pairs: tuple[Any, Any]) -> dict[Any, Any]:
+    """Return a table in which each of a pair stands for the other."""
+    return dict([*pairs, *(pair[::-1] for pair in pairs)])
+
+
+COMPARISONS = swaps(
+    (ast.Lt, ast.LtE),
+    (ast.Gt, ast.GtE),
+    (ast.Eq, ast.NotEq),
+    (ast.Is, ast.IsNot),
+    (ast.In, ast.NotIn),
+)
+OPERATORS = swaps((ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.BitAnd, ast.BitOr))
+OPERATORS |= {ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult}
+NAMES = swaps(("minimum", "maximum"), ("min", "max"), ("argmin", "argmax"), ("any", "all"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,15 +173,9 @@ def _remove_annotations(module: ast.Module) -> None:
 
 def record(folder: pathlib.Path) -> None:
     """Run the default suite once, with the lines that each test reaches and the time it takes."""
-    command = [
-        *(sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal"),
-        *(
-            f"--cov={PACKAGE}",
-            "--cov-context=test",
-            "--cov-report=",
-            f"--junitxml={folder}/times.xml",
-        ),
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal"]
+    command += [f"--cov={PACKAGE}", "--cov-context=test", "--cov-report="]
+    command += [f"--junitxml={folder}/times.xml"]
     environment = os.environ | {"COVERAGE_FILE": f"{folder}/coverage"}
     subprocess.run(command, cwd=ROOT, env=environment, check=True)
 
@@ -273,7 +250,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="which ones")
     parser.add_argument("--budget", type=float, default=60, help="seconds of tests per mutation")
     parser.add_argument("--coverage", type=pathlib.Path, help="folder of the recorded run")
-    parser.add_argument("--out", type=pathlib.Path, help="file for the results as JSON")
     arguments = parser.parse_args()
     recorded = arguments.coverage or pathlib.Path(tempfile.mkdtemp(prefix="mutate_"))
     recorded.mkdir(exist_ok=True, parents=True)
@@ -282,31 +258,23 @@ def main() -> None:
     reach = Record(recorded)
     drawn = random.Random(arguments.seed).sample(all_mutations(), arguments.count)
     runner = edited_copies.Runner()
-    results = []
+    outcomes = []
     for number, mutation in enumerate(drawn, 1):
         start = time.monotonic()
         tests = reach.tests_that_reach(mutation, arguments.budget)
         expected = sum(reach.seconds[test] for test in tests)
         caught = bool(tests) and is_caught(runner, mutation, tests, timeout=120 + 5 * expected)
         outcome = "caught" if caught else "survived" if tests else "reached by no test"
-        results.append(
-            {
-                "where": f"{mutation.file}:{mutation.line}",
-                "change": f"{mutation.before}  ->  {mutation.after}",
-                "outcome": outcome,
-            }
-        )
+        outcomes.append(outcome)
         seconds = time.monotonic() - start
         print(
             f"{number}/{len(drawn)} {outcome:9} {seconds:5.0f} s  {mutation.file}:{mutation.line}  "
             f"{mutation.before}  ->  {mutation.after}",
             flush=True,
         )
-        if arguments.out:
-            arguments.out.write_text(json.dumps(results, indent=1) + "\n")
     runner.stop()
-    share = sum(result["outcome"] == "caught" for result in results) / len(results)
-    print(f"{share:.1%} of {len(results)} mutations were caught (seed {arguments.seed})")
+    share = outcomes.count("caught") / len(outcomes)
+    print(f"{share:.1%} of {len(outcomes)} mutations were caught (seed {arguments.seed})")
 
 
 if __name__ == "__main__":

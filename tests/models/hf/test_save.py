@@ -93,7 +93,7 @@ def test_a_scalar_head_is_read_as_a_classifier(family, unit, tmp_path):
     export_checkpoint(params, architecture, out, critic_unit={} if unit == "Token" else None)
     theirs = reference.reload(out, task=f"{unit}Classification")
     config = json.loads((out / "config.json").read_text())
-    assert config["architectures"] == [f"{reference.CLASS_PREFIXES[family]}For{unit}Classification"]
+    assert config["architectures"] == [f"{reference.class_prefix(family)}For{unit}Classification"]
     ids = reference.tokens()
     values = reference.heads.compute_scalars(params, reference.hidden(architecture, params, ids))
     logits = reference.their_logits(theirs, ids)[..., 0]
