@@ -45,7 +45,7 @@ MAY_IMPORT["memory"] = MAY_IMPORT["ppo"] | {"ppo"}
 MAY_IMPORT["run"] = MAY_IMPORT["memory"] | {"memory", "reporting"}
 MAY_IMPORT["plan"] = {"errors", "config", "runtime", "memory"}
 MAY_IMPORT["command"] = {"errors", "config", "storage", "runtime", "reporting", "data"}
-RUNNING = ("train", "sft", "reward_model", "critic", "evaluate", "score")
+RUNNING = {"train", "sft", "reward_model", "critic", "evaluate", "score"}
 MAY_IMPORT |= dict.fromkeys(RUNNING, {"command"})
 MAY_IMPORT["translate"] = {"config", "errors", "migrating"}
 MAY_IMPORT["report"] = {"errors", "storage", "reporting"}
@@ -53,18 +53,7 @@ MAY_IMPORT["check"] = {"config", "errors", "run"}
 MAY_IMPORT["api"] = MAY_IMPORT["run"] | {"run", "command"}
 
 HOST = {"data", "rewards"}  # run on the host, without jax
-COMMANDS = {
-    "train",
-    "critic",
-    "evaluate",
-    "score",
-    "check",
-    "report",
-    "translate",
-    "sft",
-    "reward_model",
-    "plan",
-}
+COMMANDS = RUNNING | {"check", "report", "translate", "plan"}
 # The files that say how arrays are split: layouts, and what devices exchange.
 PARTITION_SPECS = {
     "jax_ppo/runtime/sharding.py",
@@ -276,12 +265,10 @@ PRIVATE = "private parts stay in runtime/compat.py"
         ),
         ("training/packing", "import jax_ppo.ppo.update", "training must not import ppo"),
         ("runtime/sharding", "from .. import training", "runtime must not import training"),
-        ("models/hf/load", "from ...reporting import console", "models must not import reporting"),
         ("data/tokenize_prompts", "import jax.numpy as jnp", "data stays on the host, without jax"),
         ("run/ppo_training", "from jax_ppo import config, train", "nobody imports train"),
         ("training/state", "import flax.linen as nn", "flax stays in models"),
         ("training/state", "from jax.sharding import PartitionSpec as P", SPLITS),
-        ("runtime/placement", "from jax.sharding import PartitionSpec", SPLITS),
         ("training/state", "import jax\nx = jax.sharding.PartitionSpec()", SPLITS),
         ("config/loading", "if True:\n    import jax", "jax is loaded before the options are"),
         ("__init__", "from transformers import AutoTokenizer", "loaded before the options are"),
@@ -353,25 +340,3 @@ def test_a_public_name_means_one_thing():
                 files_by_name.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
     repeated = {name: files for name, files in files_by_name.items() if len(files) > 1}
     assert repeated.keys() == SHARED_NAMES, repeated
-
-
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        (
-            "kernels/losses",
-            "import math\nimport jax.numpy as jnp\nfrom jax_ppo.kernels import masked_statistics",
-        ),
-        ("config/loading", "def devices():\n    import jax\n    return jax.devices()"),
-        ("models/heads", "import flax.linen as nn\nfrom jax_ppo.runtime import sharding"),
-        ("runtime/sharding", "from jax.sharding import PartitionSpec as P"),
-        (
-            "training/state",
-            '"""No PartitionSpec, pickle or eval()."""\n'
-            "import jax\njax.eval_shape(f)\nmodel.eval()\nf(trust_remote_code=False)",
-        ),
-        ("run/ppo_training", "from jax_ppo import data, reporting, rewards, training"),
-    ],
-)
-def test_what_is_right_passes(module, source):
-    assert violations(f"jax_ppo/{module}.py", source) == []

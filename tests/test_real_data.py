@@ -5,51 +5,23 @@ TinyStories is the real pretrained model.
 
 import json
 
-import jax
 import numpy as np
 import pytest
 
-from jax_ppo.models import heads
-from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.hf.save import export_checkpoint
-from jax_ppo.models.transformer import Transformer
+from llama_folder import write_llama
 from real_data import DATA, needs
-from trained_tokenizer import train_tokenizer
-from whole_run import run_command
+from whole_run import read_lines, run_command
 
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory):
-    """Write a small Qwen2 with random weights and a tokenizer trained on GSM8K's text.
-
-    It is a Hugging Face folder.
-    """
+    """Write a small Qwen2 with random weights and a tokenizer trained on GSM8K's text."""
     folder = tmp_path_factory.mktemp("qwen")
-    rows = [
-        json.loads(line)
-        for line in (DATA / "gsm8k" / "train.jsonl").read_text().splitlines()[:1000]
-    ]
-    tokenizer = train_tokenizer(
-        [r["question"] + r["answer"] for r in rows], 1024, folder / "tokenizer"
-    )
-    architecture = Architecture(
-        family="qwen2",
-        vocab_size=1024,
-        hidden_size=64,
-        intermediate_size=96,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        qkv_bias=True,
-        tied=True,
-        max_position_embeddings=1024,
-        eos_ids=(tokenizer.eos_token_id,),
-        pad_id=tokenizer.pad_token_id,
-    )
-    params = heads.init_params(Transformer(architecture), jax.random.key(0), "lm")
-    export_checkpoint(params, architecture, folder / "qwen2", source_folder=folder / "tokenizer")
-    return folder / "qwen2"
+    rows = read_lines(DATA / "gsm8k" / "train.jsonl")[:1000]
+    texts = [row["question"] + row["answer"] for row in rows]
+    options = {"family": "qwen2", "qkv_bias": True, "max_position_embeddings": 1024}
+    write_llama(folder, texts, 1024, vocab_size=1024, **options)
+    return folder / "llama"
 
 
 @pytest.mark.slow

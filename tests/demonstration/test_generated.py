@@ -70,29 +70,15 @@ def test_every_careful_solution_is_right():
 
 
 def test_worked_examples_have_the_shares_they_promise():
-    pairs = generate_worked_solutions(4000, 0.25, seed=3)
-    answers = {e.prompt: e.ground_truth for e in arithmetic.generate_arithmetic_examples(4000)}
-    careful = [(p, r) for p, r in pairs if "=" in r]
-    hasty = [(p, r) for p, r in pairs if "=" not in r]
-    assert len(careful) / len(pairs) == pytest.approx(0.25, abs=0.03)
-    assert all(r.endswith(f"#### {answers[p]}") for p, r in careful)
-    assert sum(r == f"#### {answers[p]}" for p, r in hasty) / len(hasty) == pytest.approx(
-        0.15, abs=0.03
-    )
-    assert all(0 <= int(r[5:]) and abs(int(r[5:]) - int(answers[p])) <= 3 for p, r in hasty)
-    assert (
-        pairs
-        == generate_worked_solutions(4000, 0.25, seed=3)
-        != generate_worked_solutions(4000, 0.25, seed=4)
-    )
-
-
-def test_how_a_problem_is_solved_does_not_follow_from_the_problem():
-    """Regression: with seed 0 the problem and its solution drew the same numbers.
-
-    Problems with a small first number were the ones solved carefully.
-    """
+    """Regression: with seed 0 problems with a small first number were solved carefully."""
     pairs = generate_worked_solutions(4000, 0.25, seed=0)
+    answers = {e.prompt: e.ground_truth for e in arithmetic.generate_arithmetic_examples(4000)}
+    hasty = [(p, r) for p, r in pairs if "=" not in r]
+    assert all(r.endswith(f"#### {answers[p]}") for p, r in pairs if "=" in r)
+    share = sum(r == f"#### {answers[p]}" for p, r in hasty) / len(hasty)
+    assert share == pytest.approx(0.15, abs=0.03)
+    assert all(0 <= int(r[5:]) and abs(int(r[5:]) - int(answers[p])) <= 3 for p, r in hasty)
+    assert pairs != generate_worked_solutions(4000, 0.25, seed=1)
     for kind in ((1, 2, 3), (4, 5, 6), (7, 8, 9)):
         careful = ["=" in response for prompt, response in pairs if find_numbers(prompt)[0] in kind]
         assert sum(careful) / len(careful) == pytest.approx(0.25, abs=0.05)
