@@ -5,8 +5,6 @@ import importlib
 import json
 import pathlib
 import shutil
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -20,6 +18,7 @@ from jax_ppo.run import standalone_evaluation, token_scores
 from jax_ppo.runtime import meshes
 from jax_ppo.training.roles import SMALL_MODEL
 from real_data import DATA, needs
+from whole_run import run_python
 
 FOLDER = DATA / "tinystories-260k"
 PROMPT = "Once upon a time, there was a little girl named Lily."
@@ -207,8 +206,7 @@ def test_importing_the_package_imports_nothing_heavy():
         "print(sorted({'jax', 'flax', 'numpy', 'transformers'} & set(sys.modules)))\n"
         "print(sorted(set(jax_ppo.__all__) - set(dir(jax_ppo))))"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.stdout.split() == ["[]", "[]"], result.stderr
+    assert run_python("-c", code).stdout.split() == ["[]", "[]"]
 
 
 def test_every_public_name_resolves_and_functions_are_not_replaced_by_commands():

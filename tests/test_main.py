@@ -7,7 +7,6 @@ import io
 import json
 import logging
 import os
-import pathlib
 import pkgutil
 import signal
 import subprocess
@@ -22,11 +21,11 @@ from jax_ppo import __main__ as commands
 from jax_ppo import command
 from jax_ppo.errors import UserError
 from jax_ppo.reporting import sinks
+from whole_run import run_python
 
 
 def test_without_arguments_the_commands_are_listed():
-    command = [sys.executable, "-m", "jax_ppo"]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    output = run_python("-m", "jax_ppo").stdout
     for name in commands.COMMANDS:
         assert f"\n  {name} " in output
     assert f"jax_ppo {jax_ppo.__version__}" in output
@@ -39,13 +38,7 @@ def test_ctrl_c_while_modules_are_loaded_is_one_line(name, tmp_path):
     for module in ("ml_collections", "tqdm", "difflib"):
         (tmp_path / f"{module}.py").write_text("raise KeyboardInterrupt")
     module = f"jax_ppo.{name}".rstrip(".")
-    result = subprocess.run(
-        [sys.executable, "-m", module],
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
-        cwd=pathlib.Path(jax_ppo.__file__).parents[1],
-        capture_output=True,
-        text=True,
-    )
+    result = run_python("-m", module, check=False, PYTHONPATH=str(tmp_path))
     assert result.returncode == -signal.SIGINT and result.stderr == "stopped by SIGINT\n"
 
 

@@ -2,9 +2,6 @@
 
 import inspect
 import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 
@@ -16,6 +13,7 @@ from jax_ppo.registries import (
     POLICY_LOSSES,
     REGISTRIES,
 )
+from whole_run import ROOT, run_python
 
 ENTRIES = [entry for registry in REGISTRIES for entry in registry.values()]
 OPTIONS = {option.name: option for option in all_options()}
@@ -59,13 +57,7 @@ def test_a_users_function_needs_nothing():
 
 def test_an_estimator_a_loss_and_a_kl_need_one_entry_each():
     """Choices, help, pages, validation, notes, translation and a step read the entry alone."""
-    folder = str(pathlib.Path(__file__).parent / "harness")
-    program = "import one_entry\none_entry.main()"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(pathlib.Path(__file__).parents[1]), folder])
-    finished = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
-    )
-    assert finished.returncode == 0, finished.stderr
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "harness")))
+    finished = run_python("-c", "import one_entry\none_entry.main()", PYTHONPATH=path)
     for line in ("midrange: score less the middle", "tanh: tanh of the log-", "offset: 3 + |d|"):
         assert line in finished.stdout

@@ -2,15 +2,13 @@
 
 import ast
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 import doc_pages
 import jax_ppo
 from jax_ppo.config import validation
+from whole_run import run_python
 
 NOTEBOOKS = sorted((doc_pages.ROOT / "examples").glob("*.ipynb"))
 TINY = """
@@ -72,23 +70,10 @@ class TestNotebooks:
         for old, new in replacements.items():
             program = program.replace(old, new)
         (tmp_path / "notebook.py").write_text(program)
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            # Eight chips, or one GPU.
-            "JAX_NUM_CPU_DEVICES": "8" if "kaggle" in notebook.stem else "1",
-            "PYTHONPATH": str(doc_pages.ROOT),
-        }
-        outputs = [
-            subprocess.run(
-                [sys.executable, "notebook.py"],
-                cwd=tmp_path,
-                env=environment,
-                capture_output=True,
-                text=True,
-            )
-            for _ in range(2)
-        ]
-        for output in outputs:
-            assert output.returncode == 0, output.stderr
-            assert "step 2: accuracy" in output.stdout
-        assert "step 2/2" in outputs[0].stdout and "step 2/2" not in outputs[1].stdout
+        devices = 8 if "kaggle" in notebook.stem else 1  # eight chips, or one GPU
+        place = {"cwd": tmp_path, "PYTHONPATH": str(doc_pages.ROOT)}
+        first, second = (
+            run_python("notebook.py", devices=devices, **place).stdout for _ in range(2)
+        )
+        assert "step 2: accuracy" in first and "step 2: accuracy" in second
+        assert "step 2/2" in first and "step 2/2" not in second

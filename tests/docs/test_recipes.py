@@ -4,13 +4,11 @@ import os
 import runpy
 import shlex
 import shutil
-import subprocess
-import sys
 
 import pytest
 
 import doc_pages
-from whole_run import read_evaluations, read_steps
+from whole_run import read_evaluations, read_steps, run_python
 
 # These pages train or sample a model, which takes longer.
 RUNS_MODELS = ("python-api", "model-family", "rollout-engine")
@@ -47,12 +45,8 @@ def save_files(page, folder) -> None:
 
 def run(arguments, folder, package=doc_pages.ROOT, devices=1) -> None:
     """Run Python in a folder, with its modules and the package of another folder."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
-    environment["PYTHONPATH"] = f"{package}{os.pathsep}{folder}"
-    finished = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True
-    )
-    assert finished.returncode == 0, finished.stderr
+    path = f"{package}{os.pathsep}{folder}"
+    run_python(*arguments, devices=devices, cwd=folder, PYTHONPATH=path)
 
 
 @each_recipe

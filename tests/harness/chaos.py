@@ -115,30 +115,18 @@ class Chaos:
         folder = self._folder / f"{number:04d}_{name.replace(' ', '_')}"
         episodes = self._folder / f"{folder.name}.episodes"
         rng = random.Random(f"{self._seed} {number}")
-        folder.mkdir()
-        with serving(VARIANTS[name], episodes, random.Random(rng.random())) as url:
-            self._disturb_in_folder(name, number, max_faults, folder, rng, url)
-
-    def _disturb_in_folder(
-        self,
-        name: str,
-        number: int,
-        max_faults: int,
-        folder: Path,
-        rng: random.Random,
-        environment_url: str,
-    ) -> None:
         workdir = folder / "run"
+        folder.mkdir()
         examples: dict[int, set[str]] = collections.defaultdict(set)
         log: list[str] = []
         try:
             is_complete, faults = False, 0
-            while not is_complete:
-                disturbs = faults < max_faults
-                is_complete, is_disturbed = self._start_once(
-                    name, workdir, rng if disturbs else None, examples, log, environment_url
-                )
-                faults += is_disturbed
+            with serving(VARIANTS[name], episodes, random.Random(rng.random())) as url:
+                while not is_complete:
+                    is_complete, is_disturbed = self._start_once(
+                        name, workdir, rng if faults < max_faults else None, examples, log, url
+                    )
+                    faults += is_disturbed
             compare_runs(VARIANTS[name], workdir, self._references[name], examples)
         except (Failure, Hang) as error:
             self.failures.append(number)

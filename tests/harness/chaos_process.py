@@ -85,8 +85,9 @@ class Processes:
         self._open_outputs = variant.processes
         self._processes: list[subprocess.Popen[str]] = []
         for number in range(variant.processes):
-            own_environment = environment | _process_id(variant, number)
-            self._processes.append(_start_interpreter(arguments, own_environment))
+            if variant.processes > 1:
+                environment["JAX_PROCESS_ID"] = str(number)
+            self._processes.append(_start_interpreter(arguments, environment))
         for number in range(variant.processes):
             threading.Thread(target=self._read, args=(number,), daemon=True).start()
 
@@ -210,7 +211,3 @@ def _start_interpreter(arguments: list[str], environment: dict[str, str]) -> sub
         errors="replace",
         process_group=0,
     )
-
-
-def _process_id(variant: Variant, number: int) -> dict[str, str]:
-    return {"JAX_PROCESS_ID": str(number)} if variant.processes > 1 else {}

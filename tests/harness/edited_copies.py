@@ -21,6 +21,7 @@ FOLDERS = ("jax_ppo", "tests", "configs", "docs", "launch", "benchmarks", "examp
 FILES = ("pyproject.toml", "README.md", "setup.py")
 TIMED_OUT = 124  # in place of pytest's exit code
 WRONG_PACKAGE = 9  # none of pytest's exit codes
+RUNS = 40  # copies after which the process is replaced, which limits its memory
 
 
 @contextlib.contextmanager
@@ -40,14 +41,9 @@ def edited_copy(file: str, source: str) -> Iterator[pathlib.Path]:
 
 
 class Runner:
-    """A child process that runs pytest on one copy after the other.
+    """A child process that runs pytest on one copy after the other."""
 
-    Args:
-        runs: number of copies after which the process is replaced, which limits its memory.
-    """
-
-    def __init__(self, runs: int = 40):
-        self._runs = runs
+    def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
         self._left = 0
 
@@ -81,7 +77,7 @@ class Runner:
         # conftest.py asks for programs that compile fast where XLA_FLAGS is not set.
         environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
         environment.pop("PYTEST_XDIST_WORKER", None)
-        self._left = self._runs
+        self._left = RUNS
         self._process = subprocess.Popen(
             [sys.executable, __file__],
             env=environment,

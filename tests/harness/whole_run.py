@@ -21,16 +21,18 @@ def machine(devices: int) -> dict[str, str]:
 
 
 def run_python(
-    *arguments: Any, devices: int = 1, check: bool = True
+    *arguments: Any, devices: int = 1, check: bool = True, cwd: Path = ROOT, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python with these arguments; with `check`, it must succeed."""
+    """Run Python with these arguments and variables; with `check`, it must succeed."""
+    command = [sys.executable, *map(str, arguments)]
+    return _run(command, machine(devices) | variables, check, cwd)
+
+
+def _run(
+    command: Sequence[Any], environment: dict[str, str], check: bool, cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
     process = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        env=machine(devices),
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-        timeout=RUN_SECONDS,
+        command, env=environment, cwd=cwd, text=True, capture_output=True, timeout=RUN_SECONDS
     )
     assert not check or process.returncode == 0, process.stdout + process.stderr
     return process
@@ -75,16 +77,9 @@ def run_two_processes(
     *arguments: Any, logs: Path, devices: int = 1, check: bool = True
 ) -> subprocess.CompletedProcess[str]:
     """Train in two processes, each with this number of devices; with `check`, they must succeed."""
-    process = subprocess.run(
-        ["bash", ROOT / "launch" / "local_processes.sh", "2", "--", *map(str, arguments)],
-        env=machine(devices) | {"PYTHON": sys.executable, "LOG_DIR": str(logs)},
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-        timeout=RUN_SECONDS,
-    )
-    assert not check or process.returncode == 0, process.stdout + process.stderr
-    return process
+    command = ["bash", ROOT / "launch" / "local_processes.sh", "2", "--", *map(str, arguments)]
+    environment = machine(devices) | {"PYTHON": sys.executable, "LOG_DIR": str(logs)}
+    return _run(command, environment, check)
 
 
 def read_rows(workdir: Path) -> list[dict[str, str]]:

@@ -5,13 +5,13 @@ import importlib.util
 import json
 import os
 import pathlib
-import subprocess
 import sys
 import types
 
 import pytest
 
 from stand_ins import LAUNCH
+from whole_run import run_python
 
 SCRIPT = LAUNCH / "ray_trainer.py"
 SPEC = importlib.util.spec_from_file_location("ray_trainer", SCRIPT)
@@ -153,20 +153,15 @@ def test_two_workers_of_a_local_cluster_train_and_resume(tmp_path):
         "trainer.save_freq": 1,
     }
     arguments = [f"--config.{name}={value}" for name, value in options.items()]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(LAUNCH.parent)}
     for steps in (2, 3):
-        output = subprocess.run(
-            [
-                *(sys.executable, SCRIPT, "--workers=2", "--cpus=0.5", "--max-restarts=0"),
-                *("--", "--config=arithmetic", f"--workdir={tmp_path / 'run'}", *arguments),
-                f"--config.trainer.total_training_steps={steps}",
-            ],
+        output = run_python(
+            *(SCRIPT, "--workers=2", "--cpus=0.5", "--max-restarts=0"),
+            *("--", "--config=arithmetic", f"--workdir={tmp_path / 'run'}", *arguments),
+            f"--config.trainer.total_training_steps={steps}",
             cwd=tmp_path,
-            env=environment | {"JAX_NUM_CPU_DEVICES": "1", "XLA_FLAGS": ""},
-            capture_output=True,
-            text=True,
+            PYTHONPATH=str(LAUNCH.parent),
+            XLA_FLAGS="",
         )
-        assert output.returncode == 0, output.stdout + output.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["evaluations"][-1]["step"] == 3
     assert "step 2/3" not in output.stdout and "step 3/3" in output.stdout
