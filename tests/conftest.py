@@ -58,7 +58,7 @@ MOST_MAPS = 32_000
 # The first tests to run after an edit: each layer of the package once, without a whole run.
 SMOKE = (
     "config/test_loading.py",
-    "config/test_option.py",
+    "config/test_validation.py",
     "data/test_tokenize_prompts.py",
     "kernels/test_action_mask.py",
     "kernels/test_advantages.py",

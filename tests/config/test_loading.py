@@ -17,21 +17,12 @@ from jax_ppo.config.validation import train_notes
 from jax_ppo.errors import UserError
 
 
-def validated(**changes):
-    """Return a valid config with changes, dotted names written with __ for each dot."""
+def validated(changes, command="train"):
+    """Return a valid config with changes by dotted names."""
     values = loading.default_config()
     values.data.train_files = "arithmetic:8"
-    values.update_from_flattened_dict(
-        {name.replace("__", "."): value for name, value in changes.items()}
-    )
-    return loading.from_config_dict(values)
-
-
-SEPARATE = {
-    "rollout__max_staleness": 1,
-    "rollout__mesh__devices": 2,
-    "algorithm__rollout_is": "token",
-}
+    values.update_from_flattened_dict(changes)
+    return loading.from_config_dict(values, command)
 
 
 @pytest.mark.parametrize(
@@ -53,246 +44,183 @@ def test_held_out_rows_of_a_configuration_are_named_beside_other_training_data(
 
 
 def test_defaults_are_valid_and_hashable():
-    assert hash(validated()) == hash(validated())
+    assert hash(validated({})) == hash(validated({}))
 
 
-def test_every_option_has_a_meaning():
-    assert len(schema.all_options()) > 60
-    assert all(len(option.facts.doc) > 3 for option in schema.all_options())
+CONTINUED = {"rollout.max_staleness": 2, "algorithm.rollout_is": "token"}
+SERVER = {"rollout.engine": "openai", "rollout.url": "http://a"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "expected"),
     [
-        ({"actor__clip_ratio": -1.0}, r"config\.actor\.clip_ratio=-1\.0: expected more than 0"),
-        ({"actor__clip_ratio": float("nan")}, r"config\.actor\.clip_ratio=nan"),
-        ({"algorithm__gamma": 2.0}, r"config\.algorithm\.gamma=2\.0: expected at most 1"),
-        ({"rollout__temperature": 0.0}, r"config\.rollout\.temperature=0\.0: expected more than 0"),
+        ({"actor.clip_ratio": -1.0}, "expected more than 0"),
+        ({"algorithm.gamma": 2.0}, "expected at most 1"),
+        ({"reward.max_length": 8, "reward.model_path": "x"}, "expected at least 16"),
+        ({"mesh.model": 0}, "expected -1 or at least 1"),
+        ({"actor.clip_ratio_c": 0.5}, "must be above 1; 0 turns it off"),
+        ({"actor.loss_agg_mode": "token_mean"}, "Did you mean 'token-mean'"),
+        ({"actor.policy_loss": "vanila"}, "Did you mean 'vanilla'"),
+        ({"rollout.engine": "builtin"}, "or module:function. Did you mean 'built-in'"),
+        ({"trainer.logger": "tensorbord"}, "Did you mean 'tensorboard'"),
+        ({"model.lora.targets": "q_proj,vproj"}, "Did you mean 'v_proj'"),
+        ({"rollout.multi_turn.environment": "Calculator"}, "expected module:Class"),
+        ({"data.train_files": ""}, "must be set"),
+        ({"model.path": "", "data.train_files": "x.jsonl"}, "must be set"),
         (
-            {"data__train_batch_size": 48},
-            r"config\.actor\.ppo_mini_batch_size=64.*train_batch_size=48",
+            {"actor.ppo_mini_batch_size": 64, "data.train_batch_size": 48},
+            "must divide config.data.train_batch_size=48; the nearest divisor is 48",
         ),
-        ({"actor__loss_agg_mode": "token_mean"}, r"Did you mean 'token-mean'"),
-        ({"actor__clip_ratio_c": 0.5}, r"config\.actor\.clip_ratio_c=0\.5"),
-        ({"packing__row_length": 100}, r"config\.packing\.row_length=100.*1024"),
+        ({"critic.ppo_mini_batch_size": 48}, "must divide"),
+        ({"packing.row_length": 100}, "1024 tokens"),
         (
-            {"mesh__data": -1, "mesh__fsdp": -1},
-            r"config\.mesh\.fsdp=-1: only one of config\.mesh\.model=1, fsdp=-1 "
-            r"and data=-1 can be -1; set the others",
-        ),
-        (
-            {"mesh__model": -1},
-            r"config\.mesh\.model=-1: only one of .* data=-1 can be -1; set the",
-        ),
-        ({"mesh__model": 0}, r"config\.mesh\.model=0: expected -1 or at least 1"),
-        (
-            {"mesh__context": 4, "packing__row_length": 1028},
-            r"config\.packing\.row_length=1028: expected a multiple of twice "
-            r"config\.mesh\.context=4",
+            {"packing.row_length": 1028, "mesh.context": 4},
+            "expected a multiple of twice config.mesh.context=4",
         ),
         (
-            {"mesh__context": 2, "actor__router_aux_loss_coef": 0.1},
-            r"config\.actor\.router_aux_loss_coef=0\.1: .*config\.mesh\.context=2",
+            {"mesh.fsdp": -1},
+            "only one of config.mesh.model=1, fsdp=-1 and data=-1 can be -1; set the others",
+        ),
+        ({"mesh.model": -1}, "only one of config.mesh.model=-1, fsdp=1 and data=-1 can be -1"),
+        ({"actor.router_aux_loss_coef": 0.1, "mesh.context": 2}, "config.mesh.context=2"),
+        (
+            {"algorithm.use_kl_in_reward": True, "algorithm.use_reference": False},
+            "needs the reference",
+        ),
+        ({"algorithm.kl_ctrl.type": "adaptive"}, "changes the coefficient"),
+        (
+            {"rollout.n": 1, "algorithm.adv_estimator": "grpo"},
+            "config.algorithm.adv_estimator='grpo'",
         ),
         (
-            {"algorithm__use_kl_in_reward": True, "algorithm__use_reference": False},
-            r"use_kl_in_reward=True: needs the reference",
+            {"trainer.critic_warmup": 2, "algorithm.adv_estimator": "reinforce_plus_plus"},
+            "there is no critic with config.algorithm.adv_estimator='reinforce_plus_plus'",
         ),
-        ({"data__train_files": ""}, r"config\.data\.train_files=''"),
-        ({"data__train_files": "x.jsonl"}, r"config\.model\.path=''"),
-        ({"rollout__top_k": 0}, r"config\.rollout\.top_k=0"),
         (
-            {"rollout__max_staleness": 1},
-            r"config\.rollout\.max_staleness=1.*config\.algorithm\.rollout_is",
+            {"algorithm.bootstrap_truncated": True, "algorithm.adv_estimator": "turn_gae"},
+            "'turn_gae' has a critic that learns values only where",
+        ),
+        ({"critic.keep_head": True}, "needs a config.critic.path"),
+        (
+            {"critic.path": "x", "critic.shared_trunk": True},
+            "a critic that shares the actor's trunk",
+        ),
+        ({"model.lora.path": "x", "model.lora.rank": 8}, "determines rank, alpha"),
+        ({"rollout.max_staleness": 1}, "config.algorithm.rollout_is"),
+        (
+            {"rollout.partial_length": 512} | CONTINUED,
+            "expected fewer tokens than config.data.max_response_length=512",
+        ),
+        (
+            {"rollout.multi_turn.environment": "a.py:B"} | CONTINUED,
+            "expected '' with config.rollout.max_staleness=2, whose responses continue from step",
+        ),
+        ({"rollout.mesh.devices": 2}, "these devices would decode nothing"),
+        (
+            {"rollout.exact": True, "data.max_response_length": 1},
+            "expected config.data.max_response_length of at least 2, got 1",
+        ),
+        (
+            {"rollout.keep": 1, "rollout.n": 2, "rollout.exact": True},
+            "expected None with config.rollout.exact=True",
+        ),
+        ({"rollout.exact": True, "mesh.fsdp": 2}, "sums over other axes depend on their sizes"),
+        (
+            {"rollout.reuse_logprobs": "always", "algorithm.rollout_is": "token"},
+            "leaves config.algorithm.rollout_is='token' no other log-probs",
+        ),
+        (
+            {"rollout.reuse_logprobs": "always", "rollout.engine": "transformers"},
+            "config.rollout.engine='transformers' rounds differently",
+        ),
+        (
+            {"rollout.mesh.model": 2, "rollout.engine": "hf"},
+            "config.rollout.engine='transformers' does not decode",
+        ),
+        (
+            {"rollout.multi_turn.environment": "a:B", "rollout.engine": "c:D"},
+            "config.rollout.engine='c:D' has no environment",
+        ),
+        ({"rollout.engine": "vllm"}, "needs rollout.vllm.python or rollout.url"),
+        ({"rollout.engine": "openai", "rollout.vllm.python": "python"}, "needs rollout.url"),
+        ({"rollout.url": "http://a:1"}, "engine='built-in' is not a server"),
+        (
+            {
+                "rollout.vllm.arguments": "--x='a",
+                "rollout.vllm.python": "p",
+                "rollout.engine": "vllm",
+            },
+            "No closing quotation",
+        ),
+        (
+            {"rollout.temperature": 0.5, "rollout.top_p": 0.9} | SERVER,
+            "servers report log-probs before temperature and filters",
+        ),
+        ({"reward.process_rewards": True}, "needs a config.reward.function"),
+        (
+            {"rollout.multi_turn.reward": "environment", "reward.function": "a:f"},
+            "ignores the rewards that config.reward sets",
+        ),
+        (
+            {"rollout.multi_turn.url_retries": 3, "rollout.multi_turn.environment": "a:B"},
+            "config.rollout.multi_turn.environment='a:B' is not a server",
         ),
         (
             {
-                "rollout__max_staleness": 2,
-                "rollout__partial_length": 512,
-                "algorithm__rollout_is": "token",
+                "rollout.multi_turn.url_timeout": 60.0,
+                "rollout.multi_turn.environment": "http://localhost:1",
             },
-            r"partial_length=512: expected fewer tokens than config\.data\.max_response_length=512",
+            "expected less than config.rollout.multi_turn.timeout=60.0, ",
         ),
         (
             {
-                "rollout__max_staleness": 2,
-                "algorithm__rollout_is": "token",
-                "rollout__multi_turn__environment": "a.py:B",
+                "distributed.process_id": -1,
+                "distributed.coordinator_address": "a:1",
+                "distributed.num_processes": 2,
             },
-            r"environment='a\.py:B': expected '' with config\.rollout\.max_staleness=2, whose "
-            r"responses continue from step to step; or set config\.rollout\.max_staleness to 0",
+            "expected at least 0, and less than config.distributed.num_processes=2",
         ),
         (
-            {"rollout__mesh__devices": 2},
-            r"mesh\.devices=2: these devices would decode nothing .*max_staleness to 1 or more$",
-        ),
-        (
-            SEPARATE | {"rollout__engine": "transformers"},
-            r"mesh\.devices=2: config\.rollout\.engine='transformers' decodes elsewhere",
-        ),
-        (
-            {"rollout__exact": True, "data__max_response_length": 1},
-            r"exact=True: expected config\.data\.max_response_length of at least 2, got 1",
-        ),
-        (
-            {"rollout__exact": True, "rollout__keep": 1, "rollout__n": 2},
-            r"rollout\.keep=1: expected None with config\.rollout\.exact=True",
-        ),
-        (
-            {"rollout__exact": True, "mesh__fsdp": 2},
-            r"rollout\.exact=True: sums over other axes depend on their sizes",
-        ),
-        (
-            {"algorithm__rollout_is": "token", "rollout__reuse_logprobs": "always"},
-            r"config\.rollout\.reuse_logprobs='always'",
-        ),
-        (
-            {"rollout__engine": "builtin"},
-            r"config\.rollout\.engine='builtin'.*module:function.*Did you mean 'built-in'",
-        ),
-        (
-            {"rollout__engine": "transformers", "rollout__reuse_logprobs": "always"},
-            r"reuse_logprobs='always': config\.rollout\.engine='transformers' rounds differently",
-        ),
-        (
-            {"rollout__engine": "vllm"},
-            r"engine='vllm': needs rollout\.vllm\.python or rollout\.url",
-        ),
-        (
-            {"rollout__engine": "sglang", "rollout__vllm__python": "python"},
-            r"engine='openai': needs rollout\.url",
-        ),
-        (
-            {"rollout__engine": "openai", "rollout__url": "http://[::1"},
-            r"rollout\.url: expected http://HOST:PORT",
-        ),
-        ({"reward__url": "ftp://host/x"}, r"reward\.url='ftp://host/x': expected http://HOST/PATH"),
-        (
-            {"reward__url": "http://me:pw@host/?key=x"},
-            r"url: the address contains a user name or a password; .*JAX_PPO_REWARD_KEY",
-        ),
-        (
-            {
-                "rollout__engine": "vllm",
-                "rollout__vllm__python": "p",
-                "rollout__vllm__arguments": "--x='a",
-            },
-            r"rollout\.vllm\.arguments=.*No closing quotation",
-        ),
-        ({"rollout__url": "http://a:1"}, r"rollout\.url=.*engine='built-in' is not a server"),
-        (
-            {"rollout__engine": "openai", "rollout__url": "a:1"},
-            r"rollout\.url='a:1': expected http://HOST:PORT",
-        ),
-        (
-            {"rollout__engine": "openai", "rollout__url": "http://me:secret@a"},
-            r"config\.rollout\.url: the address contains a user name.*JAX_PPO_ROLLOUT_KEY",
-        ),
-        (
-            {
-                "rollout__engine": "openai",
-                "rollout__url": "http://a",
-                "rollout__temperature": 0.5,
-                "rollout__top_p": 0.9,
-            },
-            r"rollout\.temperature=0\.5: servers report log-probs before temperature and filters",
-        ),
-        (
-            {"rollout__engine": "hf", "rollout__mesh__model": 2},
-            r"rollout\.mesh\.model=2: config\.rollout\.engine='transformers' does not decode",
-        ),
-        ({"trainer__logger": "tensorbord"}, r"config\.trainer\.logger='tensorbord'"),
-        (
-            {"actor__policy_loss": "vanila"},
-            r"config\.actor\.policy_loss='vanila'.*Did you mean 'vanilla'",
-        ),
-        (
-            {"critic__ppo_mini_batch_size": 48},
-            r"config\.critic\.ppo_mini_batch_size=48: must divide",
-        ),
-        ({"algorithm__adv_estimator": "grpo"}, r"config\.rollout\.n=1.*adv_estimator='grpo'"),
-        (
-            {"algorithm__adv_estimator": "reinforce_plus_plus", "trainer__critic_warmup": 2},
-            r"critic_warmup=2: there is no critic",
-        ),
-        (
-            {"algorithm__kl_ctrl__type": "adaptive"},
-            r"kl_ctrl\.type='adaptive': changes the coefficient",
-        ),
-        (
-            {"reward__process_rewards": True},
-            r"process_rewards=True: needs a config\.reward\.function",
-        ),
-        (
-            {"reward__model_input": "chat"},
-            r"config\.reward\.model_input='chat': there is no reward model",
-        ),
-        ({"reward__max_length": 512}, r"config\.reward\.max_length=512: there is no reward model"),
-        (
-            {"reward__model_path": "x", "reward__max_length": 8},
-            r"config\.reward\.max_length=8: expected at least 16",
-        ),
-        (
-            {"reward__model_path": "x", "reward__model_input": "pairs"},
-            r"model_input='pairs'.*Did you mean 'pair'",
-        ),
-        (
-            {"model__lora__targets": "q_proj,vproj"},
-            r"config\.model\.lora\.targets='q_proj,vproj'.*Did you mean 'v_proj'",
-        ),
-        (
-            {"model__lora__path": "x", "model__lora__rank": 8},
-            r"config\.model\.lora\.path='x': determines rank, alpha",
-        ),
-        (
-            {"critic__keep_head": True},
-            r"config\.critic\.keep_head=True: needs a config\.critic\.path",
-        ),
-        (
-            {"critic__shared_trunk": True, "critic__path": "x"},
-            r"config\.critic\.path='x': a critic that shares the actor's trunk",
-        ),
-        (
-            {"rollout__multi_turn__environment": "Calculator"},
-            r"multi_turn\.environment='Calculator': expected module:Class",
-        ),
-        (
-            {"rollout__multi_turn__environment": "a:B", "rollout__multi_turn__url_retries": 3},
-            r"url_retries=3: config\.rollout\.multi_turn\.environment='a:B' is not a server",
-        ),
-        (
-            {"rollout__multi_turn__environment": "http://me:secret@host"},
-            r"environment: the address contains a user name, a password or a query; set the "
-            "environment variable JAX_PPO_ENVIRONMENT_KEY",
-        ),
-        (
-            {
-                "rollout__multi_turn__environment": "http://localhost:1",
-                "rollout__multi_turn__url_timeout": 60.0,
-            },
-            r"url_timeout=60\.0: expected less than config\.rollout\.multi_turn\.timeout=60\.0, ",
-        ),
-        (
-            {"distributed__coordinator_address": "a:1", "distributed__num_processes": 2},
-            r"process_id=-1: expected at least 0, and less than .*num_processes=2, with",
-        ),
-        (
-            {"rollout__multi_turn__environment": "a:B", "rollout__engine": "c:D"},
-            r"multi_turn\.environment='a:B': config\.rollout\.engine='c:D' has no environment",
-        ),
-        (
-            {"rollout__multi_turn__reward": "environment", "reward__function": "a:f"},
-            r"multi_turn\.reward='environment': ignores the rewards that config\.reward sets",
-        ),
-        (
-            {"reward__overlong_buffer_len": 513},
-            r"overlong_buffer_len=513: expected at most .*max_response_length=512",
+            {"reward.overlong_buffer_len": 513},
+            "expected at most config.data.max_response_length=512",
         ),
     ],
 )
-def test_impossible_values_are_named(changes, message):
-    with pytest.raises(UserError, match=message):
-        validated(**changes)
+def test_impossible_values_are_named(changes, expected):
+    """The first of the changed options is named with its value."""
+    name, value = next(iter(changes.items()))
+    with pytest.raises(UserError) as refusal:
+        validated(changes)
+    assert str(refusal.value).startswith(f"config.{name}={value!r}: ")
+    assert expected in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "url", "expected"),
+    [
+        ("rollout.url", "http://[::1", ": expected http://HOST:PORT"),
+        ("rollout.url", "a:1", "='a:1': expected http://HOST:PORT"),
+        (
+            "rollout.url",
+            "http://me:secret@a",
+            ": the address contains a user name.*JAX_PPO_ROLLOUT_KEY",
+        ),
+        ("reward.url", "ftp://host/x", "='ftp://host/x': expected http://HOST/PATH"),
+        (
+            "reward.url",
+            "http://me:pw@host/?key=x",
+            ": the address contains a user name or a password; .*JAX_PPO_REWARD_KEY",
+        ),
+        (
+            "rollout.multi_turn.environment",
+            "http://me:secret@host",
+            ": the address contains a user name, a password or a query; .*JAX_PPO_ENVIRONMENT_KEY",
+        ),
+    ],
+)
+def test_an_address_that_is_none_or_has_secrets_is_refused_without_them(option, url, expected):
+    with pytest.raises(UserError, match=f"^config.{option}{expected}"):
+        validated((SERVER if option == "rollout.url" else {}) | {option: url})
 
 
 FLOATS = [option for option in schema.all_options() if option.value_type is float]
@@ -326,17 +254,18 @@ def test_no_option_accepts_an_integer_beyond_32_bits(value):
 
 
 def test_zero_and_the_largest_numbers_are_accepted():
-    config = validated(reward__fallback_score=-3e38, actor__optim__weight_decay=0.0, seed=2**32 - 1)
+    config = validated(
+        {"reward.fallback_score": -3e38, "actor.optim.weight_decay": 0.0, "seed": 2**32 - 1}
+    )
     assert config.reward.fallback_score == -3e38 and config.actor.optim.weight_decay == 0.0
     assert config.seed == 2**32 - 1
 
 
 def test_commands_that_do_not_learn_while_they_decode_use_all_devices():
-    values = loading.default_config()
-    values.data.train_files, values.model.path = "rows.jsonl", "folder"
-    values.update_from_flattened_dict({k.replace("__", "."): v for k, v in SEPARATE.items()})
+    changes = {"rollout.max_staleness": 1, "rollout.mesh.devices": 2, "model.path": "folder"}
+    changes["algorithm.rollout_is"] = "token"
     devices = {
-        command: loading.from_config_dict(values, command).rollout.mesh.devices
+        command: validated(changes, command).rollout.mesh.devices
         for command in ("train", "critic", "plan", "evaluate", "sft")
     }
     assert devices == {"train": 2, "critic": 2, "plan": 2, "evaluate": 0, "sft": 0}
@@ -552,9 +481,10 @@ def test_an_option_of_the_file_can_be_unset():
         command_line.read_command_line([*command[:2], "--config.trainer.total_epochs=unset"])
 
 
-def test_verls_names_of_estimators_are_accepted():
-    assert validated(actor__kl_loss_type="low_var_kl+").actor.kl_loss_type == "k3+"
-    assert validated(algorithm__kl_penalty="mse").algorithm.kl_penalty == "k2"
+def test_names_of_other_frameworks_are_accepted():
+    assert validated({"actor.kl_loss_type": "low_var_kl+"}).actor.kl_loss_type == "k3+"
+    assert validated({"algorithm.kl_penalty": "mse"}).algorithm.kl_penalty == "k2"
+    assert validated(SERVER | {"rollout.engine": "sglang"}).rollout.engine == "openai"
 
 
 def test_every_option_is_read():

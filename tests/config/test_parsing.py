@@ -1,6 +1,4 @@
-"""Text-valued options are parsed, and errors name the part that is wrong."""
-
-import pytest
+"""Text-valued options are parsed."""
 
 from jax_ppo.config import parsing
 
@@ -8,5 +6,3 @@ from jax_ppo.config import parsing
 def test_projections_are_in_a_fixed_order():
     assert parsing.parse_lora_targets("v_proj, q_proj") == ("q_proj", "v_proj")
     assert parsing.parse_lora_targets("all-linear") == parsing.LORA_TARGETS
-    with pytest.raises(ValueError, match="Did you mean 'q_proj'"):
-        parsing.parse_lora_targets("q_prj,v_proj")

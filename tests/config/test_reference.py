@@ -42,36 +42,6 @@ def test_markdown_keeps_every_character_of_a_meaning():
         assert not re.search(r"[*<`]|\b_|_\b", outside_code), option.name
 
 
-def test_a_row_states_every_fact():
-    page = reference.options_markdown().splitlines()
-    row = next(row for row in page if row.startswith("| `trainer.critic_warmup`"))
-    assert "| `0` | int (steps), >= 0 |" in row
-    needs = "`algorithm.adv_estimator` is gae or turn_gae or bi_level_gae"
-    assert f"**Needs**: {needs} and `critic.shared_trunk` is off." in row
-    assert row.endswith("Read by `train`. |")
-    assert (
-        page[page.index("## `rollout.multi_turn`") + 2] == "Read by `train`, `critic`, `evaluate`."
-    )
-    # Most rows of a section that is in the schema in two parts are read by the same commands.
-    assert page[page.index("## `rollout`") + 2] == "Read by `train`, `critic`."
-    keep = next(row for row in page if row.startswith("| `rollout.keep_by`"))
-    engine = next(row for row in page if row.startswith("| `rollout.engine`"))
-    assert "Read by" not in keep and engine.endswith("Read by `train`, `critic`, `evaluate`. |")
-    fixed = next(row for row in page if row.startswith("| `reward.normalize`"))
-    assert "`none`, `running`" in fixed and "**Fixed**" in fixed
-
-
-def test_an_option_that_repeats_another_names_it():
-    page = reference.options_markdown()
-    assert "| `critic.optim.lr` | `1e-05` | float, > 0 | As `actor.optim.lr`. |" in page
-
-
-def test_a_registrys_table_has_no_empty_column():
-    tables = reference.options_markdown()
-    assert "| value | meaning | source |" in tables  # schedules need nothing and have one name
-    assert "| value | meaning | use it when | needs | elsewhere called | source |" in tables
-
-
 def test_the_terminals_list_and_the_page_are_printed_by_one_command():
     for arguments, expected in (
         ([], "actor.optim.lr = "),

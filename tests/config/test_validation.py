@@ -1,7 +1,10 @@
 """Notes about options that are permitted but may not be meant. Refusals are in test_loading.py."""
 
+import pytest
+
 import tiny
-from jax_ppo.config import training_options, validation
+from jax_ppo.config import schema, training_options, validation
+from jax_ppo.errors import UserError
 
 
 def test_what_may_not_be_meant_is_noted():
@@ -66,3 +69,26 @@ def test_adapters_that_an_external_engine_gets_merged_are_noted():
     server = {"rollout__engine": "openai", "rollout__url": "http://127.0.0.1:8000"}
     for others in ({}, server):
         assert "merged" not in " ".join(validation.train_notes(tiny.config(**adapters, **others)))
+
+
+def test_an_option_of_another_command_is_noted_instead_of_required():
+    config = tiny.config(reward__model_path="x", reward__max_length=64)
+    without = schema.Config(
+        reward=schema.Reward(max_length=64), data=config.data, model=schema.Model(path="x")
+    )
+    with pytest.raises(UserError, match="max_length=64: there is no reward model"):
+        validation.validate_config(without, "train")
+    validation.validate_config(without, "sft")
+    first = next(validation.note_unread_options(without, "sft"))
+    assert "config.reward.max_length=64 is not read" in first
+
+
+def test_a_note_says_when_an_option_has_an_effect():
+    most = {"algorithm__filter_groups__max_num_gen_batches": 3}
+    (note,) = validation.train_notes(tiny.config(**most))
+    assert note == (
+        "config.algorithm.filter_groups.max_num_gen_batches=3 has no effect with the other "
+        "options: it is read only if `algorithm.filter_groups.enable` is on"
+    )
+    filtered = tiny.config(algorithm__filter_groups__enable=True, rollout__n=2, **most)
+    assert "max_num_gen_batches" not in " ".join(validation.train_notes(filtered))
