@@ -1,28 +1,7 @@
-import os
-from pathlib import Path
-
 import pytest
 
 from trained_tokenizer import train_tokenizer
 from worked_solutions import generate_worked_solutions
-
-REPOSITORY = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="session")
-def real_data():
-    """Return a function from a name to its path in the folder of real data.
-
-    It skips the test if the data is missing.
-    """
-    folder = Path(os.environ.get("JAX_PPO_DATA", REPOSITORY.parent / "shared" / "data"))
-
-    def find(name):
-        if not (folder / name).exists():
-            pytest.skip(f"needs {name} in {folder} (JAX_PPO_DATA)")
-        return folder / name
-
-    return find
 
 
 @pytest.fixture(scope="session")

@@ -42,12 +42,6 @@ def chat_ml(made, end="<|im_end|>\n", opening=""):
 ASKED = ({"role": "user", "content": "Tom"},)
 
 
-def test_tinystories_prompt_begins_with_bos(real_data):
-    loaded = load_tokenizer(str(real_data("tinystories-260k")))
-    ids = encode_prompt(loaded, "Once upon a time, there was a little girl named Lily.")
-    assert ids == [1, 403, 407, 261, 378, 432, 383, 286, 261, 376, 298, 315, 421, 395, 317, 426]
-
-
 def test_a_prompt_has_the_tokenizers_bos_but_no_eos(with_specials):
     made = with_specials
     assert encode_prompt(made, "Tom") == [
@@ -64,9 +58,6 @@ def test_a_chat_template_writes_bos_once(with_specials):
     ids = encode_prompt(made, CHAT)
     assert ids.count(made.bos_token_id) == 1
     assert made.decode(ids) == "<s>[system] Be brief.\n[user] Tom has 3 apples.\n[assistant]"
-    assert encode_prompt(made, "Tom")[1:] == made.encode("Tom", add_special_tokens=False), (
-        "text is no chat"
-    )
 
 
 def test_a_chat_that_ends_with_the_assistant_is_continued(with_specials):
@@ -146,11 +137,11 @@ def test_tools_and_variables_reach_the_template(with_specials):
 
 def test_tools_that_no_template_reads_are_named_once(with_specials, caplog):
     rows = [Example(prompt, "x", tools=({"name": "add"},)) for prompt in (ASKED, ASKED, "text")]
-    template = with_specials.chat_template
-    for made, ignored in ((chat_ml(with_specials), 1), (with_specials, 3)):
+    without = with_specials.chat_template
+    made = chat_ml(with_specials)
+    for template, ignored in ((made.chat_template, 1), (without, 3)):
         caplog.clear()
-        if ignored == 3:
-            made.chat_template = template
+        made.chat_template = template
         tokenize_prompts(rows, made, PromptEncoding(max_prompt_length=64))
         assert f"ignored the tools of {ignored} prompts" in caplog.text
 

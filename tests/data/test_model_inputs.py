@@ -126,21 +126,3 @@ def test_same_tokens_means_same_words_and_no_other_template(decoder_tokenizer, e
     assert not tokenizers_match(other, decoder_tokenizer) and not tokenizers_match(
         encoder, decoder_tokenizer
     )
-
-
-def test_a_response_keeps_the_blank_before_its_first_word():
-    """The tokenizer drops a blank at the beginning of a text, as Llama 2's does."""
-    from tokenizers import Tokenizer, decoders, models, normalizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<s>": 0, "▁Once": 1, "▁upon": 2, "▁a": 3, "▁time": 4, "<unk>": 5}
-    inner = Tokenizer(models.BPE(vocab=words, merges=[], unk_token="<unk>"))
-    inner.normalizer = normalizers.Prepend("▁")
-    inner.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", unk_token="<unk>")
-    assert tokenizer.decode([3, 4]) == "a time"
-    assert tokenizer_lib.decode_continuation(tokenizer, 2, [3, 4]) == " a time"
-    # After a special token a text begins.
-    assert tokenizer_lib.decode_continuation(tokenizer, 0, [3, 4]) == "a time"

@@ -5,80 +5,37 @@ import dataclasses
 import numpy as np
 import pytest
 
-from data_files import write_rows
 from jax_ppo.data import responses, sources
 from jax_ppo.data.chat_templates import encode_prompt, encode_responses
 from jax_ppo.data.columns import Columns
+from jax_ppo.data.row_formats import parse_row
 from jax_ppo.data.tokenize_prompts import PromptEncoding
+from jax_ppo.data.tokenizer import load_tokenizer
 from jax_ppo.errors import UserError
 from jax_ppo.types import Example
+from real_data import DATA, needs
 from trained_tokenizer import train_tokenizer
 
-START = "\n\nHuman: How many apples?\n\nAssistant: Whose?\n\nHuman: Tom's.\n\nAssistant:"
-ROW = {"chosen": START + " Two apples.", "rejected": START + " Tom has many."}
+
+def test_dialogues_of_a_pair_may_differ_before_their_last_turns():
+    asked, later = "\n\nHuman: A\n\nAssistant:", " C\n\nHuman: D\n\nAssistant: E"
+    pair = parse_row({"chosen": f"{asked} B", "rejected": f"{asked}{later}"}, "here")
+    assert (pair.prompt, pair.response, pair.rejected) == (asked, " B", later)
 
 
-def test_rows_of_hh_rlhfs_form(tmp_path):
-    # In the second example the dialogues differ before their last turns.
-    other = {
-        "chosen": "\n\nHuman: A\n\nAssistant: B",
-        "rejected": "\n\nHuman: A\n\nAssistant: C\n\nHuman: D\n\nAssistant: E",
-    }
-    one, two = sources.read_examples(write_rows(tmp_path / "hh.jsonl.gz", [ROW, other]))
-    assert (one.prompt, one.response, one.rejected) == (START, " Two apples.", " Tom has many.")
-    assert (two.prompt, two.response, two.rejected) == (
-        "\n\nHuman: A\n\nAssistant:",
-        " B",
-        " C\n\nHuman: D\n\nAssistant: E",
-    )
-    assert one.data_source == "Anthropic/hh-rlhf"
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        (
-            {"chosen": "\n\nHuman: A", "rejected": "\n\nHuman: B"},
-            "hh.jsonl:1: .* do not begin with the same dialogue",
-        ),
-        ({"chosen": "A", "rejected": ["B"]}, "hh.jsonl:1: each message of rejected must"),
-    ],
-)
-def test_what_is_no_pair_is_told(tmp_path, row, message):
-    with pytest.raises(UserError, match=message):
-        sources.read_examples(write_rows(tmp_path / "hh.jsonl", [row]))
-
-
-def test_other_forms_have_responses_too(tmp_path):
-    gsm8k = {"question": "1 + 1?", "answer": "It is 2.\n#### 2"}
-    verl = {
-        "data_source": "x",
-        "prompt": "1 + 1?",
-        "reward_model": {"style": "rule", "ground_truth": "2"},
-    }
-    path = write_rows(
-        tmp_path / "a.jsonl",
-        [gsm8k, verl, verl | {"extra_info": {"answer": "2!"}}, verl | {"answer": "two"}],
-    )
-    assert [e.response for e in sources.read_examples(path)] == [
-        "It is 2.\n#### 2",
-        None,
-        "2!",
-        "two",
-    ]
-    path = write_rows(tmp_path / "b.jsonl", [verl | {"extra_info": {"solution": "II"}}])
-    assert sources.read_examples(path, columns=Columns(response="solution"))[0].response == "II"
-    # The form that Parquet returns.
-    path = write_rows(
-        tmp_path / "c.jsonl", [verl | {"answer": None, "extra_info": {"answer": "2!"}}]
-    )
-    assert sources.read_examples(path)[0].response == "2!"
-    path = write_rows(tmp_path / "d.jsonl", [verl | {"solution": ["II"]}])
-    with pytest.raises(
-        UserError,
-        match="d.jsonl:1: each message of config.supervised.response_key='solution' must have",
+def test_responses_of_verls_form_may_be_in_extra_info():
+    verl = {"prompt": "1 + 1?", "reward_model": {"style": "rule", "ground_truth": "2"}}
+    for more, key, response in (
+        ({}, "", None),
+        ({"extra_info": {"answer": "2!"}}, "", "2!"),
+        ({"extra_info": {"answer": "2!"}, "answer": None}, "", "2!"),  # as Parquet returns it
+        ({"answer": "two"}, "", "two"),
+        ({"extra_info": {"solution": "II"}}, "solution", "II"),
     ):
-        sources.read_examples(path, columns=Columns(response="solution"))
+        assert parse_row(verl | more, "here", Columns(response=key)).response == response
+    message = "each message of config.supervised.response_key='solution' must have"
+    with pytest.raises(UserError, match=message):
+        parse_row(verl | {"solution": ["II"]}, "here", Columns(response="solution"))
     [problem] = sources.read_examples("arithmetic:1")
     assert problem.response == problem.extra_info["solution"]
 
@@ -111,11 +68,10 @@ def test_a_response_is_encoded_as_it_goes_on(trained):
     ]
 
 
-def test_no_blank_is_put_before_a_response(real_data):
+@needs("tinystories-260k")
+def test_no_blank_is_put_before_a_response():
     """SentencePiece tokenizers put a blank before a text that is encoded separately."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(real_data("tinystories-260k"))
+    tokenizer = load_tokenizer(str(DATA / "tinystories-260k"))
     prompt, response = "Once upon a time, there was a girl named Lily.", " She loved to play."
     ids = encode_prompt(tokenizer, prompt) + encode_responses(tokenizer, prompt, [response])[0]
     assert tokenizer.decode(ids, skip_special_tokens=True) == prompt + response
