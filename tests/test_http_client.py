@@ -3,46 +3,34 @@
 import concurrent.futures
 import contextlib
 import http.client
-import http.server
 import socket
-import threading
 import time
 
 import pytest
 
 from jax_ppo import http_client
 from jax_ppo.http_client import HTTPClient, RequestFault, RequestTimeout, read_reply
+from serving import QuietHandler, serving
 from waiting import HANG_SECONDS
 
 TIMEOUT = 0.3
 
 
 @contextlib.contextmanager
-def serving(parts, pause, length):
+def serving_parts(parts, pause, length):
     """Yield the address of a server that sends `parts` of a body that shall have `length`."""
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_POST(self):
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(length))
-            self.end_headers()
+            self.read_body()
+            self.answer(200, b"", {"Content-Type": "application/json", "Content-Length": length})
             with contextlib.suppress(OSError):  # the client has gone
                 for part in parts:
                     self.wfile.write(part)
                     time.sleep(pause)
 
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with serving(Handler) as server:
+        yield server.url
 
 
 def ask(url, timeout=TIMEOUT, **options):
@@ -52,19 +40,19 @@ def ask(url, timeout=TIMEOUT, **options):
 def test_a_reply_that_never_ends_is_given_up():
     """Each part comes in time, so that no single read takes too long."""
     begin = time.monotonic()
-    with serving([b"1"] * 100, 0.05, 100) as url:
+    with serving_parts([b"1"] * 100, 0.05, 100) as url:
         with pytest.raises(RequestTimeout, match="^/ask: TimeoutError: the reply took too long"):
             ask(url)
     assert time.monotonic() - begin < 4
 
 
 def test_a_reply_that_is_cut_off_is_a_fault():
-    with serving([b"12"], 0, 3) as url, pytest.raises(RequestFault, match="IncompleteRead"):
+    with serving_parts([b"12"], 0, 3) as url, pytest.raises(RequestFault, match="IncompleteRead"):
         ask(url)
 
 
 def test_messages_begin_with_the_option_and_repeat_no_query():
-    with serving([b"{"], 0, 1) as url:
+    with serving_parts([b"{"], 0, 1) as url:
         with pytest.raises(RequestFault) as error:
             ask(f"{url}/judge?key=secret", option="config.reward.url")
     assert str(error.value).startswith(f"config.reward.url={url}/judge: /ask: the reply (")
@@ -89,17 +77,17 @@ def test_a_request_that_waits_for_a_reply_is_aborted():
 )
 def test_a_reply_that_cannot_be_read_is_a_fault(body, problem, monkeypatch):
     monkeypatch.setattr(http_client, "_MAX_REPLY", 1_000_000)
-    with serving([body], 0, len(body)) as url, pytest.raises(RequestFault, match=problem):
+    with serving_parts([body], 0, len(body)) as url, pytest.raises(RequestFault, match=problem):
         ask(url)
 
 
 def test_a_reply_in_parts_is_read_whole():
-    with serving([b"[1,", b" 2", b"]"], 0.02, 6) as url:
+    with serving_parts([b"[1,", b" 2", b"]"], 0.02, 6) as url:
         assert ask(url) == [1, 2]
 
 
 def test_no_more_is_read_than_wanted():
-    with serving([b"1" * 10], 0, 10) as url:
+    with serving_parts([b"1" * 10], 0, 10) as url:
         connection = http.client.HTTPConnection(url.removeprefix("http://"))
         connection.request("POST", "/", "")
         with connection.getresponse() as reply:

@@ -17,28 +17,27 @@ from jax_ppo.environments.adapters import KEY_VARIABLE
 from jax_ppo.environments.loading import load_environment_class, make_environment, try_first_reset
 from jax_ppo.errors import UserError
 from jax_ppo.types import NOTHING, Example
+from serving import QuietHandler, serving
 
 EXAMPLES = [Example(f"Guess {n}.", "mine", str(n), {"limit": n}) for n in range(20)]
 
 
-class Handler(http.server.BaseHTTPRequestHandler):
+class Handler(QuietHandler):
     """Counts each episode's turns up to the limit of its row."""
 
     def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.loads(self.read_body())
         server = self.server
         with server.lock:
             server.requests.append((self.path, body, self.headers["Authorization"]))
             code = server.codes.pop(0) if server.codes else 200
         reply = {}
         if code == 200:
-            reply = server.reply or self.answer(body)
+            reply = server.reply or self.take_turn(body)
         with contextlib.suppress(OSError):  # a client that gave up
-            self.send_response(code)
-            self.end_headers()
-            self.wfile.write(json.dumps(reply).encode())
+            self.answer(code, json.dumps(reply).encode())
 
-    def answer(self, body):
+    def take_turn(self, body):
         episodes = self.server.episodes
         if self.path.startswith("/game/reset"):
             episodes[body["episode_id"]] = [body["extra_info"]["limit"], body["seed"], 0]
@@ -57,25 +56,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
             "info": {"turns": turns, "other": "text"},
         }
 
-    def log_message(self, *_):
-        pass
-
 
 @pytest.fixture
 def server(monkeypatch):
     """Yield a server; `codes` are its next replies' (200 once they are used up)."""
     monkeypatch.setattr(http_client, "_FIRST_PAUSE", 0.001)
     monkeypatch.setenv(KEY_VARIABLE, "hidden")
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with serving(Handler) as server:
         server.requests, server.codes, server.episodes = [], [], {}
         server.reply, server.barrier, server.lock = None, None, threading.Lock()
         server.is_repeatable = False
-        server.url = f"http://127.0.0.1:{server.server_port}/game"
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
+        server.url += "/game"
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def make(url, **options):

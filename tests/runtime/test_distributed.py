@@ -1,14 +1,13 @@
 """Processes connect by options or environment."""
 
-import http.server
 import socket
-import threading
 
 import pytest
 
 from jax_ppo.config import schema
 from jax_ppo.errors import UserError
 from jax_ppo.runtime import distributed
+from serving import QuietHandler, serving
 from waiting import keep_port
 from whole_run import run_python
 
@@ -80,26 +79,19 @@ def test_a_process_beyond_the_number_is_refused(process):
         arguments(EXPLICIT | {"JAX_PROCESS_ID": process})
 
 
-class Metadata(http.server.BaseHTTPRequestHandler):
+class Metadata(QuietHandler):
     def do_GET(self):
         value = self.headers["Metadata-Flavor"] == "Google" and self.server.attributes.get(
             self.path.rpartition("/")[2]
         )
-        self.send_response(200 if value else 404)
-        self.end_headers()
-        self.wfile.write((value or "").encode())
-
-    def log_message(self, *arguments):
-        pass
+        self.answer(200 if value else 404, (value or "").encode())
 
 
 @pytest.fixture
 def machine(monkeypatch):
     """A TPU machine: a function from attributes in its metadata to its environment."""
     monkeypatch.setattr(distributed.importlib.util, "find_spec", lambda name: name == "libtpu")
-    with http.server.HTTPServer(("localhost", 0), Metadata) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
+    with serving(Metadata) as server:
 
         def environ(**attributes):
             server.attributes = {
@@ -108,8 +100,6 @@ def machine(monkeypatch):
             return {"GCE_METADATA_IP": f"localhost:{server.server_port}"}
 
         yield environ
-        server.shutdown()
-        thread.join()
 
 
 class TestTpuPods:

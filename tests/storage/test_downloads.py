@@ -1,11 +1,9 @@
 """Models and data in buckets are downloaded once, checked, and resumed after an interruption."""
 
-import http.server
 import json
 import os
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -15,6 +13,7 @@ from jax_ppo.data import sources
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.model_folders import resolve_model_folder, shareable_model_name
 from jax_ppo.storage import downloads, remote
+from serving import QuietHandler, serving
 from trained_tokenizer import train_tokenizer
 
 
@@ -99,22 +98,13 @@ def test_missing_files_folders_and_buckets_are_named(server, bucket):
     ],
 )
 def test_refusals_of_the_store_are_explained(bucket, monkeypatch, code, reply, message):
-    class Refusal(http.server.BaseHTTPRequestHandler):
+    class Refusal(QuietHandler):
         def do_GET(self):
-            body = json.dumps({"error": {"code": code, "message": reply}}).encode()
-            self.send_response(code)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            self.answer(code, json.dumps({"error": {"code": code, "message": reply}}).encode())
 
-        def log_message(self, *arguments):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusal) as refusing:
-        threading.Thread(target=refusing.serve_forever, daemon=True).start()
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{refusing.server_port}")
+    with serving(Refusal) as refusing:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", refusing.url)
         assert message in refusal(resolve_model_folder, "gs://private/model")
-        refusing.shutdown()
 
 
 def test_a_model_is_downloaded_once_and_again_after_a_change(server, bucket, tmp_path, monkeypatch):

@@ -1,11 +1,9 @@
 """Location of checkpoints: local folders, a local hub server, and every way to find none."""
 
 import hashlib
-import http.server
 import json
 import os
 import socket
-import threading
 import time
 
 import pytest
@@ -13,6 +11,7 @@ import pytest
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.model_folders import resolve_model_folder, shareable_model_name
 from jax_ppo.storage import hub
+from serving import QuietHandler, serving
 from waiting import keep_port
 
 constants = pytest.importorskip("huggingface_hub.constants")
@@ -28,15 +27,12 @@ FILES = {
 }
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
+class Hub(QuietHandler):
     """The part of the hub's interface that a download needs.
 
     ada/tiny is public and ada/locked is gated. Only the files of ada/shut are gated, as on the real
     hub, which lists them for anyone.
     """
-
-    def log_message(self, *arguments):
-        pass
 
     def do_HEAD(self):
         self.do_GET()
@@ -49,7 +45,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
             "/api/models/ada/tiny/revision/main",
             "/api/models/ada/tiny/revision/refs%2Fpr%2F1",
         ):
-            self.answer(json.dumps({"id": "ada/tiny", "sha": SHA, "siblings": []}).encode())
+            self.send(json.dumps({"id": "ada/tiny", "sha": SHA, "siblings": []}).encode())
         elif path == f"/api/models/ada/tiny/tree/{SHA}":
             files = [
                 {
@@ -60,25 +56,19 @@ class Hub(http.server.BaseHTTPRequestHandler):
                 }
                 for name, data in FILES.items()
             ]
-            self.answer(json.dumps(files).encode())
+            self.send(json.dumps(files).encode())
         elif path.startswith(f"/ada/tiny/resolve/{SHA}/"):
-            self.answer(FILES[path.removeprefix(f"/ada/tiny/resolve/{SHA}/")])
+            self.send(FILES[path.removeprefix(f"/ada/tiny/resolve/{SHA}/")])
         else:
             gated = "locked" in path or "shut" in path
             kind = (
                 "GatedRepo" if gated else "RevisionNotFound" if "tiny" in path else "RepoNotFound"
             )
-            self.answer(b"{}", 403 if kind == "GatedRepo" else 404, {"X-Error-Code": kind})
+            self.send(b"{}", 403 if kind == "GatedRepo" else 404, {"X-Error-Code": kind})
 
-    def answer(self, data, status=200, headers=()):
-        self.send_response(status)
+    def send(self, data, status=200, headers=()):
         etag = hashlib.sha1(data).hexdigest()
-        own = {"ETag": f'"{etag}"', "X-Repo-Commit": SHA, "Content-Length": len(data)}
-        for name, value in (own | dict(headers)).items():
-            self.send_header(name, str(value))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(data)
+        self.answer(status, data, {"ETag": f'"{etag}"', "X-Repo-Commit": SHA, **dict(headers)})
 
 
 @pytest.fixture(autouse=True)
@@ -90,17 +80,12 @@ def empty_cache(monkeypatch, tmp_path):
 
 @pytest.fixture
 def online(monkeypatch):
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    url = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(constants, "ENDPOINT", url)  # these two are what HF_ENDPOINT sets
-    template = url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    yield
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(Hub) as server:
+        # These two are what HF_ENDPOINT sets.
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        yield
 
 
 @pytest.fixture
