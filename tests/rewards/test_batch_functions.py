@@ -6,7 +6,7 @@ import pytest
 from jax_ppo.config.schema import Reward
 from jax_ppo.errors import UserError
 from jax_ppo.rewards.batch import _warn_once, score_batch
-from jax_ppo.rewards.custom import validate_columns
+from jax_ppo.rewards.custom import BatchFunction, validate_columns
 from jax_ppo.rewards.reward_functions import resolve_reward_function
 from jax_ppo.rewards.worker_pool import RewardWorkers
 from jax_ppo.types import Example
@@ -22,8 +22,6 @@ import asyncio
 import os
 import time
 
-import numpy as np
-
 def verl(data_sources, solution_strs, ground_truths, extra_infos, **kwargs):
     assert data_sources == ["mine", "mine"] and extra_infos[0] == {"level": 1}
     return [{"score": float(s == g), "acc": s == g, "n": len(solution_strs)}
@@ -38,24 +36,6 @@ def trl(prompts, completions, level, split, **kwargs):
 
 def none(completions, **kwargs):
     return [None] * len(completions)
-
-def too_few(completions, **kwargs):
-    return [1.0]
-
-def nan(completions, **kwargs):
-    return [float("nan"), 0.5]
-
-def a_dict(completions, **kwargs):
-    return {0: 1.0, 1: 0.0}
-
-def one_number(completions, **kwargs):
-    return np.array(0.5)
-
-def nothing(completions, **kwargs):
-    pass
-
-def stumbles(completions, **kwargs):
-    raise KeyError("stumbled here")
 
 def exits(completions, **kwargs):
     os._exit(3)
@@ -95,16 +75,19 @@ def module(tmp_path):
     return str(path)
 
 
+def score_file(function, workers, tokens=(), takes_batches=True):
+    """Score the responses by a function of a file, in this process or in workers."""
+    options = Reward(function=function)
+    if not workers:
+        return score_batch(resolve_reward_function(options), EXAMPLES, RESPONSES, tokens=tokens)
+    with RewardWorkers(options, workers, takes_batches) as pool:
+        return score_batch(pool, EXAMPLES, RESPONSES, tokens=tokens)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_whole_batches_are_scored_in_one_call(module, workers, caplog):
     def score(name):
-        function = f"{module}:{name}"
-        if not workers:
-            return score_batch(
-                resolve_reward_function(Reward(function=function)), EXAMPLES, RESPONSES
-            )
-        with RewardWorkers(Reward(function=function), 1, takes_batches=True) as pool:
-            return score_batch(pool, EXAMPLES, RESPONSES)
+        return score_file(f"{module}:{name}", workers)
 
     _warn_once.cache_clear()  # which says so once in a process
     scored = score("verl")
@@ -118,26 +101,27 @@ def test_whole_batches_are_scored_in_one_call(module, workers, caplog):
 
 
 @pytest.mark.parametrize(
-    ("name", "failed", "words"),
+    ("returned", "failed", "words"),
     [
-        ("too_few", 2, "returned 1 rewards for 2 responses"),
-        ("nan", 1, "nan"),
-        ("stumbles", 2, "stumbled here"),
-        ("a_dict", 2, "mine.py:a_dict returned {0: 1.0, 1: 0.0}; expected a list of 2 rewards"),
-        ("one_number", 2, "mine.py:one_number returned array(0.5); expected a list of 2 rewards"),
-        ("nothing", 2, "mine.py:nothing returned None; expected a list of 2 rewards"),
+        ([1.0], 2, "mine.py:f returned 1 rewards for 2 responses"),
+        ([float("nan"), 0.5], 1, "nan"),
+        (KeyError("stumbled here"), 2, "stumbled here"),
+        ({0: 1.0, 1: 0.0}, 2, "mine.py:f returned {0: 1.0, 1: 0.0}; expected a list of 2 rewards"),
+        (np.array(0.5), 2, "mine.py:f returned array(0.5); expected a list of 2 rewards"),
+        (None, 2, "mine.py:f returned None; expected a list of 2 rewards"),
     ],
 )
-def test_a_function_that_fails_costs_its_batch(module, name, failed, words):
-    scored = score_batch(
-        resolve_reward_function(Reward(function=f"{module}:{name}")),
-        EXAMPLES,
-        RESPONSES,
-        Reward(fallback_score=-1.0),
-    )
+def test_a_function_that_fails_costs_its_batch(returned, failed, words):
+    def call(rows, responses):
+        if isinstance(returned, Exception):
+            raise returned
+        return returned
+
+    function = BatchFunction("mine.py:f", call)
+    scored = score_batch(function, EXAMPLES, RESPONSES, Reward(fallback_score=-1.0))
     assert scored.failures == failed and words in scored.first_failure
     # A traceback of our own code would say nothing.
-    assert ("Traceback" in scored.first_failure) == (name == "stumbles")
+    assert ("Traceback" in scored.first_failure) == isinstance(returned, Exception)
     assert scored.scores.tolist().count(-1.0) == failed
 
 
@@ -163,15 +147,9 @@ def test_a_batch_that_hangs_takes_no_longer_than_responses_that_hang_one_by_one(
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_functions_get_the_tokens_and_the_columns_that_they_take_and_are_awaited(module, workers):
-    def score(name, examples=EXAMPLES):
-        function = f"{module}:{name}"
-        if workers:
-            takes_batches = name != "awaited_single"
-            with RewardWorkers(Reward(function=function), 1, takes_batches) as pool:
-                return score_batch(pool, examples, RESPONSES, tokens=tokens)
-        return score_batch(
-            resolve_reward_function(Reward(function=function)), examples, RESPONSES, tokens=tokens
-        )
+    def score(name):
+        takes_batches = name != "awaited_single"
+        return score_file(f"{module}:{name}", workers, tokens, takes_batches)
 
     tokens = [np.array([1, 2], np.int32), np.array([3], np.int32)]
     assert score("ids").scores.tolist() == [3, 3]

@@ -1,10 +1,8 @@
 """A reward from a server, asked over HTTP."""
 
 import contextlib
-import http.server
 import json
 import socket
-import threading
 
 import pytest
 
@@ -16,6 +14,7 @@ from jax_ppo.rewards.judge import KEY_VARIABLE, judge_function
 from jax_ppo.rewards.samples import RewardRow, score_sample
 from jax_ppo.rewards.worker_pool import RewardWorkers
 from jax_ppo.types import Example
+from serving import QuietHandler, serving
 
 CHAT = RewardRow("mine", "4", {}, ({"role": "user", "content": "2+2?"},))
 
@@ -24,29 +23,18 @@ CHAT = RewardRow("mine", "4", {}, ({"role": "user", "content": "2+2?"},))
 def server():
     """Yield a server; `server.replies` are sent in turn, the last one for ever."""
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_POST(self):
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            self.server.requests.append((self.path, dict(self.headers), json.loads(body)))
+            request = json.loads(self.read_body())
+            self.server.requests.append((self.path, dict(self.headers), request))
             replies = self.server.replies
             code, reply = replies.pop(0) if len(replies) > 1 else replies[0]
-            self.send_response(code)
-            if code == 302:
-                self.send_header("Location", "/elsewhere")
-            self.end_headers()
-            self.wfile.write(reply.encode())
+            self.answer(code, reply.encode(), {"Location": "/elsewhere"} if code == 302 else {})
 
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with serving(Handler) as server:
         server.requests, server.replies = [], [(200, "0.5")]
-        server.url = f"http://127.0.0.1:{server.server_port}/score?token=secret"
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
+        server.url += "/score?token=secret"
         yield server
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture(autouse=True)
@@ -161,12 +149,6 @@ def test_failures_name_the_server_and_no_secret(
     assert "secret" not in failure.cause and "hidden" not in failure.cause
 
 
-def test_a_server_that_does_not_answer_is_given_up(server):
-    options = Reward(url="http://127.0.0.1:9/score", url_retries=1)
-    failure = score_sample(judge_function(options), CHAT, "x")
-    assert "config.reward.url=http://127.0.0.1:9/score" in failure.cause
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_judge_that_hangs_is_given_up_after_consecutive_time_outs(workers):
     """It times out by itself, before `reward.timeout`, in the run's own process too."""
@@ -212,16 +194,3 @@ def test_workers_ask_the_judge_as_one_term_of_several(server):
 def test_a_prompt_without_the_response_is_named():
     with pytest.raises(UserError, match="config.reward.url_prompt='Rate it'"):
         judge_function(Reward(url="http://host/", url_prompt="Rate it"))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"terms": "judge:1"}, "`judge:WEIGHT` and config.reward.url belong"),
-        ({"terms": "exact:1", "url": "http://h/"}, "`judge:WEIGHT` and config.reward.url belong"),
-        ({"function": "m:f", "url": "http://h/"}, "reward.terms=m:f:1.0,judge:1.0"),
-    ],
-)
-def test_a_judge_beside_other_rewards_is_a_term(options, message):
-    with pytest.raises(UserError, match=message):
-        reward_functions.model_weight(Reward(**options))

@@ -91,8 +91,9 @@ def test_auto_is_the_rule_of_each_row():
     ("options", "message"),
     [
         ({"terms": "gsm8k:1,model:1"}, "`model:WEIGHT` and config.reward.model_path belong"),
-        ({"terms": "gsm8k:1", "model_path": "m"}, "`model:WEIGHT` and config.reward.model_path"),
+        ({"terms": "exact:1", "url": "http://h/"}, "`judge:WEIGHT` and config.reward.url belong"),
         ({"terms": "gsm8k:1", "function": "m:f"}, "add m:f:1.0 to it"),
+        ({"function": "m:f", "url": "http://h/"}, "reward.terms=m:f:1.0,judge:1.0"),
     ],
 )
 def test_terms_beside_what_they_replace_are_refused(options, message):
@@ -192,24 +193,18 @@ def test_the_last_complete_box_is_the_answer(text, answer):
         ("", "42", False),
         (r"\frac{1}{", "42", False),
         ("9" * 501, "9" * 501, False),
-        # Characters for LaTeX, mixed numbers, units, and lists as text.
-        ("½", "0.5", True),
+        # Characters for LaTeX as in DAPO's rule, mixed numbers, units, and lists as text.
         ("√12", r"\sqrt{12}", True),
-        ("x²", "x^2", True),
         ("x¹²", "x^{12}", True),
         ("30", "30°", True),
         ("∞", r"\infty", True),
-        ("\u22123", "-3", True),
-        ("４", "4", True),
         ("2.5", "2 1/2", True),
         ("1", "2 1/2", False),
         ("1 000/3", "1000/3", True),
         ("5 i", "5", False),
-        ("2 ab", "2 cd", False),
         ("18", "18 dollars", True),
         ("18cents", "18", True),
         ("2abc", "2", False),
-        ("2a", "2b", False),
         ("18", '["18"]', True),
         (r"\frac{1}{2}", r'["18", "\\frac{1}{2}"]', True),
         (r"\frac{1}{2}", r'["18", "\frac{1}{2}"]', True),

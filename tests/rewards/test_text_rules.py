@@ -19,8 +19,3 @@ def test_stories_by_hand(text, score):
     assert result.score == pytest.approx(score)
     assert result.correct is None
     assert result.extra["joyful_words"] >= round(score * 5)
-
-
-def test_the_joyful_words():
-    assert len(text_rules.JOYFUL_WORDS) == 25
-    assert all(word.isalpha() and word.islower() for word in text_rules.JOYFUL_WORDS)

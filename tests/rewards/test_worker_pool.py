@@ -340,12 +340,6 @@ def test_a_late_batch_function_of_this_process_fails_for_all(calls_that_hang_are
     assert ["for each of 2 responses" in outcome.cause for outcome in outcomes] == [True] * 2
 
 
-def test_built_in_rules_can_run_in_workers():
-    with RewardWorkers(options("", terms="gsm8k[flexible]:1"), 1) as pool:
-        batch = score_batch(pool, [Example("q", "openai/gsm8k", "42")], ["so it is 42"])
-    assert batch.scores.tolist() == [1] and batch.extra["answered"].tolist() == [1]
-
-
 @pytest.mark.parametrize("reason", [errno.ENOSPC, errno.EROFS, errno.ENOENT])
 def test_a_full_or_missing_shared_memory_is_named_with_the_option_without_workers(
     reason, monkeypatch
