@@ -1,5 +1,6 @@
 import pytest
 
+from character_tokenizer import CharacterTokenizer
 from trained_tokenizer import train_tokenizer
 from worked_solutions import generate_worked_solutions
 
@@ -12,19 +13,12 @@ def trained(tmp_path_factory):
     return train_tokenizer(texts, 256, folder), folder
 
 
-class Letters:
-    """A tokenizer with one token per letter."""
-
-    chat_template = None
-    eos_token_id = 0
-
-    def encode(self, text, add_special_tokens=True, verbose=True):
-        return [ord(letter) for letter in text]
-
-
 @pytest.fixture
 def letters():
-    return Letters()
+    """Return a tokenizer with one token per letter, and 0 for the end."""
+    made = CharacterTokenizer()
+    made.eos_token_id = 0
+    return made
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ from trained_tokenizer import train_tokenizer
 
 
 def test_dialogues_of_a_pair_may_differ_before_their_last_turns():
-    asked, later = "\n\nHuman: A\n\nAssistant:", " C\n\nHuman: D\n\nAssistant: E"
+    asked = "\n\nHuman: How many?\n\nAssistant: Whose?\n\nHuman: Tom's.\n\nAssistant:"
+    later = " C\n\nHuman: D\n\nAssistant: E"
     pair = parse_row({"chosen": f"{asked} B", "rejected": f"{asked}{later}"}, "here")
     assert (pair.prompt, pair.response, pair.rejected) == (asked, " B", later)
 

@@ -32,17 +32,13 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 @pytest.mark.parametrize(
     ("row", "prompt", "response", "rejected"),
     [
-        ({"prompt": "Once"}, "Once", None, None),
-        ({"messages": [SYSTEM, user("Hi")]}, (SYSTEM, user("Hi")), None, None),
         (
             {"messages": [user("Hi"), assistant("Ho"), user("And?"), assistant("No")]},
             (user("Hi"), assistant("Ho"), user("And?")),
             "No",
             None,
         ),
-        ({"instruction": "Sing.", "input": ""}, (user("Sing."),), None, None),
         ({"problem": "1+1", "level": 5}, (user("1+1"),), None, None),
-        ({"prompt": "Once", "chosen": "yes", "rejected": "no"}, "Once", "yes", "no"),
         (
             {"prompt": [user("Hi")], "chosen": [assistant("yes")], "rejected": [assistant("no")]},
             (user("Hi"),),

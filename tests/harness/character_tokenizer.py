@@ -1,9 +1,10 @@
-"""A tokenizer whose tokens are characters, as environments on the host use it."""
+"""A tokenizer whose tokens are characters."""
 
 
 class CharacterTokenizer:
     """Encodes and decodes text by its code points."""
 
+    chat_template = None
     eos_token_id = None
     added_tokens_decoder = {}
 
@@ -13,5 +14,5 @@ class CharacterTokenizer:
     def decode(self, ids, clean_up_tokenization_spaces):
         return "".join(map(chr, ids))
 
-    def encode(self, text, add_special_tokens, verbose):
+    def encode(self, text, add_special_tokens=True, verbose=True):
         return list(map(ord, text))
