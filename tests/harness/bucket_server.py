@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import json
-import os
 import pathlib
 import socket
 import subprocess
@@ -104,8 +103,3 @@ def _has_started(server: subprocess.Popen[bytes], url: str) -> bool:
     except (urllib.error.URLError, ConnectionError):
         return False
     return True
-
-
-def environment(url: str) -> dict[str, str]:
-    """Return this process's environment with the variables of `client_environment`."""
-    return os.environ | client_environment(url)

@@ -58,11 +58,12 @@ def command_line(bucket, workdir, reward):
     ]
 
 
-def start(bucket, workdir, reward, environment):
+def start(command, **environment):
+    """Start a process, which finds the bucket by the environment of the test."""
     return subprocess.Popen(
-        command_line(bucket, workdir, reward),
+        command,
         cwd=ROOT,
-        env=environment,
+        env=os.environ | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -120,18 +121,21 @@ def wait_for(server, workdir, name, processes):
 @pytest.mark.exhaustive
 def test_a_killed_run_in_a_bucket_resumes_bit_equal_on_another_machine(server, bucket, tmp_path):
     bucket_server.put(server, f"{bucket}/val.jsonl", arithmetic_rows())
-    environment = bucket_server.environment(server)
 
     # Two steps have been scored: the third one waits.
     reward = write_reward(tmp_path, samples=2 * 16)
 
-    # Another cache: nothing but the bucket is left of the machine of the killed run.
+    def start_on(machine, workdir):
+        """Start with a machine's cache: nothing but the bucket is left of the killed run's."""
+        command = command_line(bucket, workdir, reward)
+        return start(command, XDG_CACHE_HOME=str(tmp_path / machine))
+
     whole, halves = f"{bucket}/whole", f"{bucket}/halves"
     (tmp_path / "may_go_on").touch()
-    finish(start(bucket, whole, reward, environment | {"XDG_CACHE_HOME": str(tmp_path / "one")}))
+    finish(start_on("one", whole))
 
     (tmp_path / "may_go_on").unlink()
-    killed = start(bucket, halves, reward, environment | {"XDG_CACHE_HOME": str(tmp_path / "two")})
+    killed = start_on("two", halves)
     wait_for(server, halves, "checkpoints/2/commit_success.txt", [killed])
     killed.kill()
     killed.communicate()
@@ -139,7 +143,7 @@ def test_a_killed_run_in_a_bucket_resumes_bit_equal_on_another_machine(server, b
     assert "run" in bucket_server.names(server, halves)
     assert "summary.json" not in bucket_server.names(server, halves)
 
-    finish(start(bucket, halves, reward, environment | {"XDG_CACHE_HOME": str(tmp_path / "three")}))
+    finish(start_on("three", halves))
     assert metric_rows(server, halves) == metric_rows(server, whole)
     assert exported_actor(server, halves) == exported_actor(server, whole)
     names = bucket_server.names(server, halves)
@@ -178,24 +182,17 @@ faults.run_or_abort(main)
 """
 
 
-def start_two(command, environment, coordinator_address, caches):
+def start_two(command, coordinator_address, caches):
     """Start two processes of one run with separate caches, as if on separate machines."""
     return [
-        subprocess.Popen(
+        start(
             command,
-            cwd=ROOT,
-            env=environment
-            | {
-                "JAX_PLATFORMS": "cpu",
-                "JAX_COORDINATOR_ADDRESS": coordinator_address,
-                "JAX_NUM_PROCESSES": "2",
-                "JAX_PROCESS_ID": str(process),
-                "PYTHONPATH": str(ROOT / "tests" / "harness"),
-                "XDG_CACHE_HOME": str(cache),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            JAX_PLATFORMS="cpu",
+            JAX_COORDINATOR_ADDRESS=coordinator_address,
+            JAX_NUM_PROCESSES="2",
+            JAX_PROCESS_ID=str(process),
+            PYTHONPATH=str(ROOT / "tests" / "harness"),
+            XDG_CACHE_HOME=str(cache),
         )
         for process, cache in enumerate(caches)
     ]
@@ -208,9 +205,7 @@ def test_two_processes_write_an_export_together(server, bucket, tmp_path, coordi
 
     command = [sys.executable, "-c", EXPORTS, f"{bucket}/run", str(tmp_path / "run")]
     caches = (tmp_path / "one", tmp_path / "two")
-    environment = bucket_server.environment(server)
-    processes = start_two(command, environment, coordinator_address, caches)
-    for process in processes:
+    for process in start_two(command, coordinator_address, caches):
         assert finish(process).count("sees True") == 2
     local = {path.name: path.read_bytes() for path in (tmp_path / "run" / "actor").iterdir()}
     assert len([name for name in local if name.endswith(".safetensors")]) >= 2
@@ -223,11 +218,10 @@ def test_two_processes_without_a_shared_disk_train_and_resume(
     server, bucket, tmp_path, coordinator_address
 ):
     bucket_server.put(server, f"{bucket}/val.jsonl", arithmetic_rows())
-    environment = bucket_server.environment(server)
     # Each process has scored its half of one step: the second one waits.
     command = command_line(bucket, f"{bucket}/run", write_reward(tmp_path, samples=8))
     caches = [tmp_path / name for name in ("one", "two", "three", "four")]
-    stopped = start_two(command, environment, coordinator_address, caches[:2])
+    stopped = start_two(command, coordinator_address, caches[:2])
     wait_for(server, f"{bucket}/run", "checkpoints/1/commit_success.txt", stopped)
     stopped[1].terminate()
     (tmp_path / "may_go_on").touch()
@@ -237,13 +231,7 @@ def test_two_processes_without_a_shared_disk_train_and_resume(
     names = bucket_server.names(server, f"{bucket}/run")
     assert "run" not in names and "summary.json" in names
     # The new machines have nothing but the bucket.
-    for process in start_two(command, environment, coordinator_address, caches[2:]):
+    for process in start_two(command, coordinator_address, caches[2:]):
         finish(process)
-    assert [row["step"] for row in metric_rows(server, f"{bucket}/run")] == [
-        "0",
-        "1",
-        "2",
-        "3",
-        "4",
-    ]
+    assert [row["step"] for row in metric_rows(server, f"{bucket}/run")] == list("01234")
     exported_actor(server, f"{bucket}/run")

@@ -157,8 +157,6 @@ def test_a_run_that_fails_leaves_its_last_files_in_the_bucket(server, bucket):
     ("workdir", "message"),
     [
         ("s3://bucket/run", "expected a local path or gs://BUCKET/PATH"),
-        ("gcs://bucket/run", "Did you mean 'gs://'"),
-        ("gs:/bucket/run", "the bucket is missing"),
         ("gs://no-such-bucket/run", "there is no bucket gs://no-such-bucket"),
     ],
 )
@@ -180,10 +178,9 @@ def save(directory, steps, **options):
 
 def restored(directory):
     lines = []
-    shapes = {"w": jax.ShapeDtypeStruct((4, 3), jnp.float32), "key": jax.random.key(0)}
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
+    tree = {"w": jnp.zeros((4, 3)), "key": jax.random.key(0)}
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), shapes)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), tree)
     with Checkpointer(directory, report=lines.append) as checkpoints:
         step = checkpoints.latest_step()
         arrays, meta = checkpoints.restore(step, {"params": shapes})
