@@ -7,12 +7,7 @@ import pytest
 
 from character_tokenizer import CharacterTokenizer
 from jax_ppo.data import tokenize_prompts as prompt_lib
-from jax_ppo.data.prompt_batches import (
-    PromptBatches,
-    bucket_width,
-    evaluation_batches,
-    pad_token_rows,
-)
+from jax_ppo.data.prompt_batches import PromptBatches, bucket_width, evaluation_batches
 from jax_ppo.data.tokenize_prompts import PromptDataset, PromptEncoding, tokenize_prompts
 from jax_ppo.errors import UserError
 from jax_ppo.types import Example
@@ -307,9 +302,3 @@ def test_a_source_without_rows_or_share_is_refused():
         mixed((4, 0), (1.0, 1.0))
     with pytest.raises(UserError, match="source 1 of 2 has 4 prompts and a share of 0"):
         mixed((4, 4), (0.001, 1.0))
-
-
-def test_shorter_rows_end_with_zeros():
-    padded = pad_token_rows([[5, 6, 7], np.array([8]), []], width=3)
-    assert padded.dtype == np.int32
-    assert padded.tolist() == [[5, 6, 7], [8, 0, 0], [0, 0, 0]]

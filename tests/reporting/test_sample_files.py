@@ -30,11 +30,6 @@ def test_a_resumed_run_drops_what_it_computes_again(tmp_path):
     assert [step for _, step, _ in read_samples(tmp_path)] == [1, 5]
 
 
-def test_a_new_folder_has_no_samples(tmp_path):
-    drop_samples_after(tmp_path, 0)
-    assert list(read_samples(tmp_path)) == []
-
-
 @pytest.mark.parametrize("content", [b"{}\n{\n", b"{}\n\xff\n"])
 def test_a_damaged_file_is_named(tmp_path, content):
     write_samples(tmp_path, "training", 1, [{}])
