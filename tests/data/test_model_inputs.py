@@ -61,7 +61,7 @@ def test_a_text_goes_on_where_the_prompt_ends(decoder_tokenizer):
 
 @pytest.mark.parametrize("form", ["chat", "pair", "text"])
 def test_what_is_too_long_loses_the_start_of_its_prompt(decoder_tokenizer, encoder, form):
-    tokenizer, end = (encoder, "3+2=5") if form == "pair" else (decoder_tokenizer, "3+2=5")
+    tokenizer, end = encoder if form == "pair" else decoder_tokenizer, "3+2=5"
     prompt = (
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "apples " * 40 + "How many?"},

@@ -122,9 +122,7 @@ def test_long_responses_are_dropped(trained, caplog):
     tokenizer, _ = trained
     examples = [Example("Tom", "x", response=" has 1."), Example("Ann", "x", response=" 1" * 50)]
     data = tokenize(examples, tokenizer, responses.DEMONSTRATION_FIELDS)
-    assert (
-        len(data) == 1 and data.prompts.examples == (examples[0],) and len(data.prompts.tokens) == 1
-    )
+    assert data.prompts.examples == (examples[0],) and len(data.prompts.tokens) == len(data) == 1
     assert "dropped 1 of 2 examples" in caplog.text
     np.testing.assert_array_equal(
         data.responses[0][0], encode_responses(tokenizer, "Tom", [" has 1."])[0]
