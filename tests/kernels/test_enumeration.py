@@ -3,6 +3,8 @@
 In float64, to 1e-10: each estimator is unbiased here, or has the bias that its docstring states.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,11 +89,8 @@ def response_kl(theta):
 
 
 def test_the_enumeration_itself():
-    assert (
-        WORLD.tokens.shape == (31, 4)
-        and WORLD.shape == (15, 3)
-        and set(WORLD.lengths) == {1, 2, 3, 4}
-    )
+    assert WORLD.tokens.shape == (31, 4) and WORLD.shape == (15, 3)
+    assert set(WORLD.lengths) == {1, 2, 3, 4}
     np.testing.assert_allclose(WORLD.probabilities(THETA).sum(), 1, rtol=1e-14)
     np.testing.assert_allclose(
         WORLD.visits(THETA).sum(), WORLD.expect(THETA, WORLD.lengths), rtol=1e-14
@@ -284,6 +283,13 @@ def token_rewards():
     return rewards, jnp.nansum(rewards, 1)
 
 
+def value_loss_over_all(values_S, old_S, returns, mask=MASK):
+    """The expected loss of the values of prefixes."""
+    old, values = WORLD.entries(old_S), WORLD.entries(values_S)
+    loss = losses.value_loss(values, old, returns, mask, None).loss
+    return WORLD.expect(THETA, loss.sum(1))
+
+
 def exact_values(theta):
     return jnp.sum(jax.nn.softmax(theta) * q_values(token_rewards()[0], theta, np.zeros(31)), -1)
 
@@ -310,15 +316,9 @@ def test_the_value_loss_leads_to_the_exact_critic():
     It holds for the returns of any lambda if those are computed from V_exact.
     """
     exact = exact_values(THETA)
-
-    def expected_loss(values_S, returns):
-        loss = losses.value_loss(
-            WORLD.entries(values_S), WORLD.entries(exact), returns, MASK, None
-        ).loss
-        return WORLD.expect(THETA, loss.sum(1))
-
     for returns in (gae(exact + WRONG, 1.0)[1], gae(exact, 0.3)[1]):
-        same(jax.grad(expected_loss)(exact + WRONG, returns), WORLD.visits(THETA) * WRONG)
+        gradient = jax.grad(value_loss_over_all)(exact + WRONG, exact, returns)
+        same(gradient, WORLD.visits(THETA) * WRONG)
 
 
 # Turns: word 1 ends one, and the next token starts another with nothing between the two.
@@ -363,18 +363,12 @@ def test_bi_level_gae_with_an_exact_critic_is_unbiased_at_all_lambdas(lam, turn_
 
 def test_the_critic_of_turns_learns_the_values_of_their_first_states_alone():
     exact = exact_values(THETA)
-
-    def expected_loss(values_S, returns, mask):
-        loss = losses.value_loss(
-            WORLD.entries(values_S), WORLD.entries(exact), returns, mask, None
-        ).loss
-        return WORLD.expect(THETA, loss.sum(1))
-
     at_starts = jnp.where(STARTS_TURN, WORLD.visits(THETA) * WRONG, 0)
     for values, lam in ((exact + WRONG, 1.0), (exact, 0.3)):
         returns = of_turns(advantages.turn_gae, values, 1.0, lam)[1]
         assert not returns[STARTS == 0].any()
-        same(jax.grad(expected_loss)(exact + WRONG, returns, STARTS), at_starts)
+        gradient = jax.grad(value_loss_over_all)(exact + WRONG, exact, returns, STARTS)
+        same(gradient, at_starts)
 
 
 # Group baselines
@@ -401,11 +395,9 @@ def group_gradient(baseline, n):
 def test_group_baselines(n):
     truth = jax.grad(lambda theta: SMALL.expect(theta, SMALL_SCORES))(SMALL_THETA)
     same(group_gradient(lambda scores: advantages.rloo(scores, n), n), truth)
-    same(
-        group_gradient(lambda scores: advantages.grpo(scores, n, by_std=False), n),
-        truth * (n - 1) / n,
-    )
-    same(
-        group_gradient(lambda scores: advantages.group_mean_baseline(scores, n), n),
-        truth * (n - 1) / n,
-    )
+    for baseline in (
+        advantages.group_mean_baseline,
+        functools.partial(advantages.grpo, by_std=False),
+    ):
+        gradient = group_gradient(lambda scores, f=baseline: f(scores, n), n)
+        same(gradient, truth * (n - 1) / n)

@@ -15,27 +15,21 @@ from kernels_by_name import LEVELS
 
 
 def test_by_hand():
-    logprobs, sampled = (
-        jnp.log(jnp.array([[0.5, 0.2, 0.9]])),
-        jnp.log(jnp.array([[0.25, 0.4, 0.1]])),
-    )
-    mask = jnp.ones((1, 3), bool)
-    token = importance.importance_weights(logprobs, sampled, mask, LEVELS["token"], 2.0)
-    np.testing.assert_allclose(token, [[2, 0.5, 2]], rtol=1e-6)  # the last is 9, cut off
-    sequence = importance.importance_weights(logprobs, sampled, mask, LEVELS["sequence"], 10.0)
-    np.testing.assert_allclose(sequence, [[9, 9, 9]], rtol=1e-5)  # 2 x 0.5 x 9
-    geometric = importance.importance_weights(logprobs, sampled, mask, LEVELS["geometric"], 10.0)
-    np.testing.assert_allclose(geometric, [[9 ** (1 / 3)] * 3], rtol=1e-5)
-    for lower, masks, expected in (
-        (0.6, False, [2, 0.6, 4]),
-        (0.6, True, [2, 0, 0]),
-        (0.0, True, [2, 0.5, 0]),
-        (0.4, True, [2, 0.5, 0]),
+    logprobs, sampled = np.log([[0.5, 0.2, 0.9]]), np.log([[0.25, 0.4, 0.1]])
+    for level, upper, bounds, expected in (
+        ("token", 2.0, {}, [2, 0.5, 2]),  # the last is 9, cut off
+        ("sequence", 10.0, {}, [9, 9, 9]),  # 2 x 0.5 x 9
+        ("geometric", 10.0, {}, [9 ** (1 / 3)] * 3),
+        ("token", 4.0, {"lower": 0.6, "masks": False}, [2, 0.6, 4]),
+        ("token", 4.0, {"lower": 0.6, "masks": True}, [2, 0, 0]),
+        ("token", 4.0, {"lower": 0.0, "masks": True}, [2, 0.5, 0]),
+        ("token", 4.0, {"lower": 0.4, "masks": True}, [2, 0.5, 0]),
     ):
-        bounded = importance.importance_weights(
-            logprobs, sampled, mask, LEVELS["token"], 4.0, lower=lower, masks=masks
-        )
-        np.testing.assert_allclose(bounded, [expected], rtol=1e-6)
+        weights = importance.importance_weights(
+            jnp.float32(logprobs), jnp.float32(sampled), jnp.ones((1, 3), bool), LEVELS[level],
+            upper, **bounds,
+        )  # fmt: skip
+        np.testing.assert_allclose(weights, [expected], rtol=1e-5)
 
 
 def test_turns_by_hand():
@@ -109,19 +103,11 @@ def test_mismatch_by_hand():
     ("logprobs", "sampled", "mask", "correlation"),
     [
         ([-0.3, -0.3, -0.3], [-0.3, -0.3, -0.3], [1, 1, 1], 1),  # constant and equal
-        (
-            [-0.3] * 7,
-            [-0.7] * 7,
-            [1] * 7,
-            0,
-        ),  # constant and not; by rounding seven of these have a variance of 1e-15
+        # Constant and not; by rounding seven of these have a variance of 1e-15.
+        ([-0.3] * 7, [-0.7] * 7, [1] * 7, 0),
         ([-0.3, -0.3, -0.3], [-0.3, -0.4, -0.3], [1, 1, 1], 0),  # one of them constant
-        (
-            [-60.0, -80.0, -70.0],
-            [-80.0, -60.0, -70.0],
-            [1, 1, 1],
-            0,
-        ),  # variances that float32 has no numbers for
+        # Variances that float32 has no numbers for.
+        ([-60.0, -80.0, -70.0], [-80.0, -60.0, -70.0], [1, 1, 1], 0),
         ([-0.1, -5.0, -2.0], [-0.1, -5.0, -2.0], [1, 1, 1], 1),
         ([-0.1, -5.0, -2.0], [-0.1, -5.0, -2.0], [0, 1, 0], 1),
         ([-0.1, -5.0, -2.0], [-9.0, -5.0, -2.0], [0, 0, 0], 1),

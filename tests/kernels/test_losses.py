@@ -40,24 +40,11 @@ def one_token(log_ratio, advantage, dual_clip=3.0):
 @pytest.mark.parametrize(
     "log_ratio, advantage, loss, clipped, dual_clipped, gradient",
     [
-        (
-            0.0,
-            2.0,
-            -2.0,
-            0,
-            0,
-            -2.0,
-        ),  # ratio 1: loss -A, and the gradient whole although both terms are equal
+        # Ratio 1: loss -A, and the gradient whole although both terms are equal.
+        (0.0, 2.0, -2.0, 0, 0, -2.0),
         (0.0, -2.0, 2.0, 0, 0, 2.0),
         (LN2, 1.0, -1.3, 1, 0, 0.0),  # ratio 2 > 1.3 and good: max(-2, -1.3), clipped, no gradient
-        (
-            -LN2,
-            1.0,
-            -0.5,
-            0,
-            0,
-            -0.5,
-        ),  # ratio 1/2 < 0.8 and good: max(-0.5, -0.8), free to come back
+        (-LN2, 1.0, -0.5, 0, 0, -0.5),  # ratio 1/2 and good: max(-0.5, -0.8), free to come back
         (LN2, -1.0, 2.0, 0, 0, 2.0),  # ratio 2 and bad: max(2, 1.3), under the ceiling 3
         (-LN2, -1.0, 0.8, 1, 0, 0.0),  # ratio 1/2 and bad: max(0.5, 0.8), clipped
         (2 * LN2, -1.0, 3.0, 0, 1, 0.0),  # ratio 4 and bad: max(4, 1.3) = 4, capped at 3
@@ -121,18 +108,11 @@ def test_a_missing_scale_is_refused():
 
 
 def test_shapes_that_would_broadcast_are_refused():
+    zeros = jnp.zeros((2, 3))
     with pytest.raises(AssertionError, match=r"'advantages': \(2, 1\), 'mask': \(2, 3\)"):
-        policy_loss(
-            jnp.zeros((2, 3)),
-            jnp.zeros((2, 3)),
-            jnp.zeros((2, 1)),
-            jnp.ones((2, 3)),
-            0.2,
-            0.2,
-            None,
-        )
+        policy_loss(zeros, zeros, zeros[:, :1], zeros, 0.2, 0.2, None)
     with pytest.raises(AssertionError, match=r"'returns': \(3,\)"):
-        value_loss(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.zeros(3), jnp.ones((2, 3)), 0.2)
+        value_loss(zeros, zeros, zeros[0], zeros, 0.2)
 
 
 def test_bradley_terry():

@@ -88,9 +88,8 @@ def test_any_mask_dtype_and_float32_results(dtype):
 
 
 def test_bfloat16_is_summed_in_float32():
-    assert (
-        masked_sum(jnp.ones(1001, jnp.bfloat16), jnp.ones(1001)) == 1001
-    )  # which bfloat16 rounds to 1000
+    """Bfloat16 rounds this sum to 1000."""
+    assert masked_sum(jnp.ones(1001, jnp.bfloat16), jnp.ones(1001)) == 1001
 
 
 def indices(x):
@@ -194,22 +193,14 @@ def test_batches_of_any_cut_give_the_moments_of_the_whole(mean, rng, poison):
 
 def test_no_spread_divides_by_1():
     """Equal rewards divided by sqrt(epsilon) would become rewards of about 10,000."""
-    assert kernel.moments_std(kernel.empty_moments()) == 1
-    assert (
-        kernel.moments_std(
-            update_moments(kernel.empty_moments(), jnp.array([5.0, 7.0]), jnp.array([1, 0]))
-        )
-        == 1
-    )
-    equal = kernel.empty_moments()
+    empty = equal = kernel.empty_moments()
+    one = update_moments(empty, jnp.array([5.0, 7.0]), jnp.array([1, 0]))
     for n in (3, 7, 11):
         equal = update_moments(equal, jnp.full(n, 0.1), jnp.ones(n))
-    assert kernel.moments_std(equal) == 1
-    np.testing.assert_allclose(
-        kernel.moments_std(update_moments(equal, jnp.array([0.2]), jnp.ones(1))),
-        np.std([0.1] * 21 + [0.2]),
-        rtol=1e-4,
-    )
+    for moments in (empty, one, equal):
+        assert kernel.moments_std(moments) == 1
+    spread = kernel.moments_std(update_moments(equal, jnp.array([0.2]), jnp.ones(1)))
+    np.testing.assert_allclose(spread, np.std([0.1] * 21 + [0.2]), rtol=1e-4)
 
 
 def test_numbers_that_differ_by_rounding_are_normalized_to_zero():

@@ -70,14 +70,8 @@ def run(
         ("vanilla", -1.0, (2, 1), (2, 1), (2, 1), (0, 0)),
         ("importance", 1.0, (-2, -1), (-2, -1), (2, 1), (0, 0)),
         ("importance", -1.0, (2, 1), (2, 1), (2, 1), (0, 0)),
-        (
-            "gspo",
-            1.0,
-            (-1.3, -1.3),
-            (0, 0),
-            (ROOT2, ROOT2),
-            (1, 1),
-        ),  # sqrt(2) > 1.3: the whole response is clipped
+        # sqrt(2) > 1.3: the whole response is clipped.
+        ("gspo", 1.0, (-1.3, -1.3), (0, 0), (ROOT2, ROOT2), (1, 1)),
         ("gspo", -1.0, (ROOT2, ROOT2), (ROOT2, ROOT2), (ROOT2, ROOT2), (0, 0)),
         # log rho = (ln 2, 0) cut to (0.3, 0), mean 0.15: the second token keeps its gradient.
         ("gmpo", 1.0, (-math.exp(0.15),) * 2, (0, -math.exp(0.15)), (math.exp(0.15),) * 2, (1, 0)),
