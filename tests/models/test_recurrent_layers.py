@@ -4,21 +4,17 @@ That they compute transformers' numbers is the subject of test_families.py.
 """
 
 import dataclasses
-import json
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 import hf_reference as reference
 import tiny
 from answering import Answering
-from family_variants import QWEN_3_5, SHARED_EXPERT
+from family_variants import SHARED_EXPERT
 from jax_ppo.memory.step_flops import count_forward_flops
-from jax_ppo.models.hf.load import describe_unread_parts, load_checkpoint, read_architecture
 from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.hf.weight_files import merge_adapters
 from jax_ppo.models.layer_stack import MAX_UNROLLED_LAYERS
@@ -168,57 +164,6 @@ def test_adapters_are_pefts(tmp_path):
     np.testing.assert_allclose(
         reference.our_logits(architecture, merged, reference.tokens()), ours, rtol=1e-3, atol=1e-3
     )
-
-
-def stack_experts(tensors):
-    """Return the tensors with all experts of a layer in two: [E, gate and up, in], [E, out, in]."""
-    names = [name for name in tensors if re.search(r"experts\.0\.\w+_proj", name)]
-    stacked = {name: x for name, x in tensors.items() if ".experts." not in name}
-    for name in names:
-        every = [tensors[name.replace("experts.0", f"experts.{i}")] for i in range(4)]
-        stacked[name.replace("experts.0", "experts").removesuffix(".weight")] = np.stack(every)
-    for name in [name for name in stacked if name.endswith("experts.gate_proj")]:
-        both = (stacked.pop(name), stacked.pop(name.replace("gate_proj", "up_proj")))
-        stacked[name.replace("gate_proj", "gate_up_proj")] = np.concatenate(both, axis=1)
-    return stacked
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes"), [("qwen3_5", QWEN_3_5), ("qwen3_5_moe", SHARED_EXPERT)]
-)
-def test_the_text_part_of_a_multimodal_checkpoint_is_read_without_its_further_heads(
-    kind, changes, tmp_path
-):
-    """config.json and tensors are those on the hub, where a tensor holds all experts of a layer."""
-    reference.save(tmp_path / "text", f"{kind}_text", **changes)
-    architecture, params = reference.load(tmp_path / "text")
-    (tmp_path / "whole").mkdir()
-    text = json.loads((tmp_path / "text/config.json").read_text())
-    text |= {"full_attention_interval": 4, "attn_output_gate": True, "mamba_ssm_dtype": "float32"}
-    text |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
-    config = {
-        "model_type": kind,
-        "text_config": text | {"mlp_only_layers": []},
-        "vision_config": {"model_type": kind, "depth": 27},
-        "image_token_id": 90,
-        "vision_start_token_id": 91,
-        "tie_word_embeddings": False,
-    }
-    (tmp_path / "whole/config.json").write_text(json.dumps(config))
-    tensors = {
-        name.replace("model.", "model.language_model.", 1): x
-        for name, x in stack_experts(load_file(tmp_path / "text/model.safetensors")).items()
-    }
-    others = dict.fromkeys(("model.visual.merger.norm.weight", "mtp.fc.weight"), np.ones((2, 2)))
-    save_file(tensors | others, tmp_path / "whole/model.safetensors")
-    read = read_architecture(tmp_path / "whole")
-    assert read == architecture
-    loaded = load_checkpoint(tmp_path / "whole", read, reference.one_device(read, "lm"))
-    jax.tree.map(np.testing.assert_array_equal, loaded, params)
-    whole, further = describe_unread_parts(tmp_path / "whole")
-    assert f"only the text part of {kind} is used" in whole
-    assert "further tokens than the next are neither read nor exported" in further
-    assert not describe_unread_parts(tmp_path / "text")
 
 
 def test_layers_without_attention_cost_no_pairs_of_tokens():

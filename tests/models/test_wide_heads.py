@@ -3,22 +3,17 @@
 That they compute transformers' numbers is the subject of test_families.py.
 """
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 import hf_reference as reference
 import tiny
 from family_variants import GEMMA_4
-from jax_ppo.errors import UserError
 from jax_ppo.models import heads
 from jax_ppo.models.hf.config import from_hf_config, text_config
 from jax_ppo.models.hf.config_export import to_hf_config
-from jax_ppo.models.hf.load import describe_unread_parts
 from jax_ppo.models.layer_stack import unroll_params
 from jax_ppo.models.lora import Lora
 from jax_ppo.models.rope import inverse_frequencies
@@ -112,38 +107,6 @@ def test_the_first_pairs_of_a_wide_head_alone_are_rotated():
     np.testing.assert_allclose(inverse[:4], [500 ** (-2 * i / 16) for i in range(4)], rtol=1e-6)
     assert factor == 1 and len(inverse) == 8 and not np.any(inverse[4:])
     assert len(inverse_frequencies(ARCHITECTURE, local=True)[0]) == 4
-
-
-@pytest.mark.slow
-def test_the_text_part_of_a_whole_model_has_tensors_that_nothing_reads(tmp_path):
-    """Files on the hub have projections to keys and values of layers that share others'."""
-    reference.save(tmp_path / "text", "gemma4_text", **GEMMA_4)
-    architecture, params = reference.load(tmp_path / "text")
-    (tmp_path / "whole").mkdir()
-    text = json.loads((tmp_path / "text/config.json").read_text())
-    config = {"model_type": "gemma4", "text_config": text, "vision_config": {"model_type": "x"}}
-    (tmp_path / "whole/config.json").write_text(json.dumps(config))
-    tensors = {
-        name.replace("model.", "model.language_model.", 1): x
-        for name, x in load_file(tmp_path / "text/model.safetensors").items()
-    }
-    one = np.ones((2, 2), np.float32)
-    media = ("vision_tower.x.weight", "audio_tower.x.weight", "embed_audio.y.weight")
-    layer = "model.language_model.layers.4.self_attn"
-    unread = [f"model.{name}" for name in media] + [
-        f"{layer}.{x}.weight" for x in ("k_proj", "k_norm")
-    ]
-    save_file(tensors | dict.fromkeys(unread, one), tmp_path / "whole/model.safetensors")
-    read, loaded = reference.load(tmp_path / "whole")
-    assert read == architecture
-    jax.tree.map(np.testing.assert_array_equal, loaded, params)
-    (line,) = describe_unread_parts(tmp_path / "whole")
-    assert "only the text part of gemma4 is used, as gemma4_text" in line
-    # Of a layer with its own keys, it would be missing.
-    unread = f"{layer.replace('.4.', '.3.')}.v_proj.weight"
-    save_file(tensors | {unread: one}, tmp_path / "whole/model.safetensors")
-    with pytest.raises(UserError, match="tensors that this model would not use: .*3.self_attn.v"):
-        reference.load(tmp_path / "whole")
 
 
 @pytest.mark.slow

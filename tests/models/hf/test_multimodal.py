@@ -1,13 +1,16 @@
 """The text part of a multimodal model is read, trained and exported as a separate decoder."""
 
 import json
+import re
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 import hf_reference as reference
 import recorded
+from family_variants import GEMMA_4, QWEN_3_5, SHARED_EXPERT
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf.load import (
     describe_unread_parts,
@@ -136,6 +139,68 @@ def test_the_text_part_of_other_families_computes_the_logits_of_the_whole(name, 
         f"is used, as {architecture.family}; images are not read"
     )
     assert not describe_unread_parts(tmp_path / "out")
+
+
+def stack_experts(tensors):
+    """Return the tensors with all experts of a layer in two: [E, gate and up, in], [E, out, in]."""
+    names = [name for name in tensors if re.search(r"experts\.0\.\w+_proj", name)]
+    stacked = {name: x for name, x in tensors.items() if ".experts." not in name}
+    for name in names:
+        every = [tensors[name.replace("experts.0", f"experts.{i}")] for i in range(4)]
+        stacked[name.replace("experts.0", "experts").removesuffix(".weight")] = np.stack(every)
+    for name in [name for name in stacked if name.endswith("experts.gate_proj")]:
+        both = (stacked.pop(name), stacked.pop(name.replace("gate_proj", "up_proj")))
+        stacked[name.replace("gate_proj", "gate_up_proj")] = np.concatenate(both, axis=1)
+    return stacked
+
+
+# Of the hub's files: family and form of the text part, further fields, tensors that nothing reads.
+QWEN = {"full_attention_interval": 4, "attn_output_gate": True, "mamba_ssm_dtype": "float32"}
+QWEN |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "mlp_only_layers": []}
+QWEN_HEADS = ("model.visual.merger.norm.weight", "mtp.fc.weight")
+MEDIA = [f"model.{x}.weight" for x in ("vision_tower.x", "audio_tower.x", "embed_audio.y")]
+ATTENTION = "model.language_model.layers.{}.self_attn."
+# This layer shares the keys of another.
+SHARED = [ATTENTION.format(4) + f"{x}.weight" for x in ("k_proj", "k_norm")]
+HUB = {
+    "qwen3_5": ("qwen3_5_text", QWEN_3_5, QWEN, QWEN_HEADS),
+    "qwen3_5_moe": ("qwen3_5_moe_text", SHARED_EXPERT, QWEN, QWEN_HEADS),
+    "gemma4": ("gemma4_text", GEMMA_4, {}, MEDIA + SHARED),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", ["qwen3_5", "qwen3_5_moe", pytest.param("gemma4", marks=pytest.mark.slow)]
+)
+def test_the_text_part_of_files_of_the_hub_is_read_and_nothing_else(kind, tmp_path):
+    """A tensor may hold all experts of a layer."""
+    family, changes, further, unread = HUB[kind]
+    reference.save(tmp_path / "text", family, **changes)
+    architecture, params = reference.load(tmp_path / "text")
+    text = json.loads((tmp_path / "text/config.json").read_text())
+    config = {"model_type": kind, "text_config": text | further, "image_token_id": 90}
+    config |= {"vision_config": {"model_type": kind, "depth": 27}, "tie_word_embeddings": False}
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole/config.json").write_text(json.dumps(config))
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): x
+        for name, x in stack_experts(load_file(tmp_path / "text/model.safetensors")).items()
+    }
+    tensors |= dict.fromkeys(unread, np.ones((2, 2), np.float32))
+    save_file(tensors, tmp_path / "whole/model.safetensors")
+    read, loaded = reference.load(tmp_path / "whole")
+    assert read == architecture
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    whole, *others = describe_unread_parts(tmp_path / "whole")
+    assert f"only the text part of {kind} is used, as {family}" in whole
+    further_tokens = "further tokens than the next are neither read nor exported"
+    assert [further_tokens in line for line in others] == [True] * (kind != "gemma4")
+    assert not describe_unread_parts(tmp_path / "text")
+    if kind == "gemma4":  # of a layer with its own keys, this tensor would be missing
+        name = ATTENTION.format(3) + "v_proj.weight"
+        save_file(tensors | {name: tensors[unread[0]]}, tmp_path / "whole/model.safetensors")
+        with pytest.raises(UserError, match="this model would not use: .*3.self_attn.v_proj"):
+            reference.load(tmp_path / "whole")
 
 
 def test_old_files_describe_the_decoder_next_to_the_rest(tmp_path):
