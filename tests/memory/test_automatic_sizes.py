@@ -1,7 +1,5 @@
 """Recomputation and micro-batches choose themselves by the memory of the devices."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -12,7 +10,6 @@ from jax_ppo.errors import UserError
 from jax_ppo.memory import automatic_sizes, step_plan
 from jax_ppo.memory.automatic_sizes import Sizes, choose_sizes, compile_within, rank_sizes
 from jax_ppo.memory.memory_check import OutOfMemory
-from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.run import life_cycle, ppo_training
 from jax_ppo.runtime.topologies import parse_topology
 from whole_run import read_steps
@@ -59,9 +56,8 @@ def test_options_that_are_set_stay():
     ("topology", "sizes"),
     [("h100:1", f"{CHECKPOINTING}=False, {ROWS}=auto"), ("cpu:1", "")],
 )
-def test_a_plan_names_the_sizes_of_a_machine_of_known_memory(tmp_path, topology, sizes):
-    (tmp_path / "config.json").write_text(json.dumps(to_hf_config(tiny.ARCHITECTURE)))
-    config = tiny.config(model__path=str(tmp_path), **AUTOMATIC)
+def test_a_plan_names_the_sizes_of_a_machine_of_known_memory(folder, topology, sizes):
+    config = tiny.config(model__path=folder, **AUTOMATIC)
     plan = step_plan.plan_step(config, parse_topology(topology), compiles=False)
     assert sizes in plan.sizes and bool(sizes) == bool(plan.sizes)
 

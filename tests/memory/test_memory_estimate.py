@@ -6,13 +6,12 @@ actor has 2,864 and the critic 2,880. The inputs and outputs of a layer's produc
 + 2 x 24 of heads + 3 x 32 of the MLP = 208 numbers per token.
 """
 
-import json
+import functools
 
 import pytest
 
 import tiny
 from jax_ppo.memory import step_plan
-from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.runtime.topologies import parse_topology
 
 ACTOR, CRITIC = 4 * 2864, 4 * 2880  # bytes
@@ -22,19 +21,14 @@ REMAT = dict(model__gradient_checkpointing=True)
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory):
+def plan(folder):
     """Return a function that plans a topology without its compiler, once for equal arguments."""
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(to_hf_config(tiny.ARCHITECTURE)))
-    plans = {}
 
+    @functools.cache
     def find(topology, **changes):
-        key = (topology, *changes.items())
-        if key not in plans:
-            config = tiny.config(model__path=str(folder), **changes)
-            plan = step_plan.plan_step(config, parse_topology(topology), compiles=False)
-            plans[key] = {program.name: program for program in plan.programs}
-        return plans[key]
+        config = tiny.config(model__path=folder, **changes)
+        plan = step_plan.plan_step(config, parse_topology(topology), compiles=False)
+        return {program.name: program for program in plan.programs}
 
     return find
 
@@ -72,47 +66,26 @@ TPU_PART, TPU_CHUNK = 128 * (64 + 72) * 2, 128 * 32 * 4 // 2
         # Without checkpointing a layer keeps its numbers, and half of the scores of two blocks.
         ("cpu:1", {}, "update_actor", TOKENS * WIDTH + SCORES * 4 + BACKWARD + COPY),
         ("cpu:1", REMAT, "update_actor", TOKENS * 16 * 4 + BACKWARD + COPY),
-        (
-            "cpu:1",
-            REMAT | dict(model__gradient_checkpointing_policy="attention"),
-            "update_actor",
-            2 * TOKENS * 16 * 4 + BACKWARD + COPY,
-        ),
-        (  # input, outputs of attention and MLP, queries and keys, gate and up
-            "cpu:1",
-            REMAT | dict(model__gradient_checkpointing_policy="dots"),
-            "update_actor",
-            TOKENS * (3 * 16 + 24 + 2 * 32) * 4 + SCORES * 4 + BACKWARD + COPY,
-        ),
-        (  # the reference's pass of the loss
-            "cpu:1",
-            REMAT | dict(actor__use_kl_loss=True, actor__kl_loss_type="full"),
-            "update_actor",
-            TOKENS * 16 * 4 + BACKWARD + COPY + TOKENS * WIDTH + SCORES * (4 + 4),
-        ),
+        ("cpu:1", REMAT | dict(model__gradient_checkpointing_policy="attention"), "update_actor",
+            2 * TOKENS * 16 * 4 + BACKWARD + COPY),
+        # Input, outputs of attention and MLP, queries and keys, gate and up.
+        ("cpu:1", REMAT | dict(model__gradient_checkpointing_policy="dots"), "update_actor",
+            TOKENS * (3 * 16 + 24 + 2 * 32) * 4 + SCORES * 4 + BACKWARD + COPY),
+        # The reference's pass of the loss.
+        ("cpu:1", REMAT | dict(actor__use_kl_loss=True, actor__kl_loss_type="full"), "update_actor",
+            TOKENS * 16 * 4 + BACKWARD + COPY + TOKENS * WIDTH + SCORES * (4 + 4)),
         ("v5e:1x1", {}, "sample", PREFILL + LOGITS + 31 * CACHE),
         ("v5e:1x1", {}, "forward_policy", ON_TPU),
-        (  # on accelerators, without checkpointing a layer also keeps the output of attention
-            "v5e:1x1",
-            {},
-            "update_critic",
-            4 * 128 * (3 * 16 + 24 + 2 * 32 + 16) * 4 + 3 * ON_TPU // 2 + LAYER,
-        ),
+        # On accelerators, without checkpointing a layer also keeps the output of attention.
+        ("v5e:1x1", {}, "update_critic",
+            4 * 128 * (3 * 16 + 24 + 2 * 32 + 16) * 4 + 3 * ON_TPU // 2 + LAYER),
         ("h100:8", SPLIT, "forward_critic", PART + PART_SCORES * (4 + 2) + GATHERED),
-        (
-            "h100:8",
-            SPLIT,
-            "forward_policy",
-            PART + PART_SCORES * (4 + 2) + GATHERED + CHUNK + HEAD,
-        ),
-        (
-            "h100:8",
-            SPLIT,
-            "update_actor",
+        ("h100:8", SPLIT, "forward_policy",
+            PART + PART_SCORES * (4 + 2) + GATHERED + CHUNK + HEAD),
+        ("h100:8", SPLIT, "update_actor",
             18 * KEPT * 2 + PART_SCORES * 4
             + 3 * PART // 2 + 4 * PART_SCORES * 4 + PART_GRADIENTS + GATHERED
-            + 3 * CHUNK // 2 + 256 * 4 + HEAD,
-        ),
+            + 3 * CHUNK // 2 + 256 * 4 + HEAD),
         # A TPU gathers rounded weights, of one layer, and rounds its part of the others first.
         ("v5e:2x4", SPLIT, "forward_policy",
             TPU_PART + 1168 * 2 + TPU_CHUNK + 256 * 2 + ROUNDED),
@@ -184,17 +157,13 @@ def test_work_and_bytes_and_seconds_by_hand(plan):
     split = plan("h100:8", **SPLIT)
     assert [split[name].flops for name in expected] == [x[0] / 8 for x in expected.values()]
     # Three slots take three rounds; partial rollouts, whose queue has two batches, as many a step.
-    for changes, rounds, cache in (
-        (dict(rollout__max_num_seqs=3), 3, CACHE * (3 * 18 + 3 * 8) // (8 * 18 + 8 * 8)),
-        (
-            dict(rollout__max_num_seqs=3, rollout__max_staleness=2, algorithm__rollout_is="token"),
-            3,
-            0,
-        ),
-    ):
-        sample = plan("v5e:1x1", **changes)["sample"]
-        cache = cache or sample.memory.cache
-        assert sample.read_bytes == 10 * rounds * (ACTOR + cache) and cache != CACHE
+    slots, partial = dict(rollout__max_num_seqs=3), dict(rollout__max_staleness=2)
+    sample = plan("v5e:1x1", **slots)["sample"]
+    assert sample.memory.cache == CACHE * (3 * 18 + 3 * 8) // (8 * 18 + 8 * 8)
+    continued = plan("v5e:1x1", algorithm__rollout_is="token", **slots, **partial)["sample"]
+    assert continued.memory.cache != CACHE
+    for program in (sample, continued):
+        assert program.read_bytes == 10 * 3 * (ACTOR + program.memory.cache)
     full = dict(actor__use_kl_loss=True, actor__kl_loss_type="full")
     reads_reference = plan("v5e:1x1", **full)["update_actor"].read_bytes
     assert reads_reference == expected["update_actor"][1] + 2 * ACTOR

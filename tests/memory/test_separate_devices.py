@@ -1,7 +1,6 @@
 """Memory and time where some devices only decode: each kind counts what lies on it."""
 
 import dataclasses
-import json
 
 import jax
 import pytest
@@ -12,7 +11,6 @@ from jax_ppo.errors import UserError
 from jax_ppo.memory import decoding_slots, step_plan
 from jax_ppo.memory.memory_check import PPOMemory
 from jax_ppo.memory.remedies import PossibleChanges
-from jax_ppo.models.hf.config_export import to_hf_config
 from jax_ppo.ppo.step_parts import sampling_options
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.topologies import parse_topology
@@ -20,13 +18,6 @@ from jax_ppo.runtime.topologies import parse_topology
 AHEAD = {"rollout__max_staleness": 1, "algorithm__rollout_is": "token"}
 SEPARATE = AHEAD | {"rollout__mesh__devices": 2}
 LEARNING = ("forward_policy", "forward_critic", "estimate", "update_actor", "update_critic")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    (path / "config.json").write_text(json.dumps(to_hf_config(tiny.ARCHITECTURE)))
-    return str(path)
 
 
 def plan(folder, topology, compiles=False, **changes):
