@@ -12,6 +12,7 @@ import recorded
 from jax_ppo.models import heads
 from jax_ppo.models.hf.load import load_checkpoint, read_architecture
 from jax_ppo.models.hf.peft import load_adapters, read_adapter_config, save_adapters
+from jax_ppo.models.hf.save import export_checkpoint
 from jax_ppo.models.lora import init_adapters, join_params
 from jax_ppo.models.transformer import Transformer
 
@@ -168,6 +169,26 @@ def assert_same_logits(checkpoint, other, ids, atol=1e-6):
         *(checkpoint.folder, other.folder, checkpoint.name, other.name, np.asarray(ids)),
     )
     assert difference <= atol
+
+
+def assert_same_tensors(folder, source):
+    """Require the tensors that transformers wrote, by name and to the bit."""
+    written, expected = (load_file(x / "model.safetensors") for x in (folder, source))
+    assert written.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert written[name].dtype == tensor.dtype
+        assert written[name].tobytes() == tensor.tobytes(), name
+
+
+def assert_exported_as_the_same(model, architecture, params, out, atol=1e-6):
+    """Require that the export of a model that transformers wrote, to `out`, is that model."""
+    export_checkpoint(params, architecture, out)
+    again, loaded = load(out)
+    assert again == architecture
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    assert json.loads((out / "config.json").read_text())["architectures"] == [model.name]
+    assert_same_tensors(out, model.folder)
+    assert_same_logits(reload(out), model, tokens(), atol)
 
 
 def peft_logits(checkpoint, adapters, ids):

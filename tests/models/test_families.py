@@ -160,61 +160,43 @@ def test_what_a_configuration_leaves_out_is_what_transformers_takes(family):
     assert from_hf_config(few) == from_hf_config(full | dict.fromkeys(special))
 
 
+def read_fields(family, **fields):
+    return from_hf_config(reference.SIZES | {"model_type": family} | fields)
+
+
 def test_configurations_of_the_hub():
     """They are unchanged copies, including those written for transformers 4."""
-    gemma = {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None}
-    assert from_hf_config(reference.SIZES | gemma).activation == "gelu_pytorch_tanh"
-    for kind in ("gemma2", "gemma3_text"):  # they have no field hidden_act
-        assert (
-            from_hf_config(reference.SIZES | {"model_type": kind, "hidden_act": "silu"}).activation
-            == "gelu_pytorch_tanh"
-        )
-    gemma = from_hf_config(
-        reference.SIZES
-        | {
-            "model_type": "gemma3_text",
-            "hidden_activation": "gelu_pytorch_tanh",
-            "num_hidden_layers": 26,
-            "rope_scaling": None,
-            "rope_local_base_freq": 10_000,
-            "rope_theta": 1_000_000,
-            "sliding_window": 512,
-            "sliding_window_pattern": 6,
-            "query_pre_attn_scalar": 256,
-            "head_dim": 256,
-            "attn_logit_softcapping": None,
-            "final_logit_softcapping": None,
-        }
+    gemma = read_fields("gemma", hidden_act="gelu", hidden_activation=None)
+    assert gemma.activation == "gelu_pytorch_tanh"
+    for family in ("gemma2", "gemma3_text"):  # they have no field hidden_act
+        assert read_fields(family, hidden_act="silu").activation == "gelu_pytorch_tanh"
+    gemma = read_fields(
+        "gemma3_text",
+        hidden_activation="gelu_pytorch_tanh",
+        num_hidden_layers=26,
+        rope_scaling=None,
+        rope_local_base_freq=10_000,
+        rope_theta=1_000_000,
+        sliding_window=512,
+        sliding_window_pattern=6,
+        query_pre_attn_scalar=256,
+        head_dim=256,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
     )
-    assert (
-        gemma.local_layers == ((True,) * 5 + (False,)) * 4 + (True,) * 2
-        and gemma.sliding_window == 512
+    assert gemma.local_layers == ((True,) * 5 + (False,)) * 4 + (True,) * 2
+    assert (gemma.sliding_window, gemma.attention_scale, gemma.tied) == (512, 1 / 16, True)
+    assert (gemma.rope_theta, gemma.local_rope_theta) == (1e6, 1e4)
+    phi = read_fields(
+        "phi3",
+        max_position_embeddings=131_072,
+        original_max_position_embeddings=4096,
+        rope_scaling={"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+        sliding_window=262_144,
     )
-    assert (gemma.rope_theta, gemma.local_rope_theta, gemma.attention_scale, gemma.tied) == (
-        1e6,
-        1e4,
-        1 / 16,
-        True,
-    )
-    phi = from_hf_config(
-        reference.SIZES
-        | {
-            "model_type": "phi3",
-            "max_position_embeddings": 131_072,
-            "original_max_position_embeddings": 4096,
-            "rope_scaling": {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
-            "sliding_window": 262_144,
-        }
-    )
-    assert (
-        dict(phi.rope_scaling)["rope_type"] == "longrope" and rope.max_sequence_length(phi) == 4096
-    )
-    assert (
-        from_hf_config(
-            reference.SIZES | {"model_type": "mistral", "sliding_window": None}
-        ).local_layers
-        == ()
-    )
+    assert dict(phi.rope_scaling)["rope_type"] == "longrope"
+    assert rope.max_sequence_length(phi) == 4096
+    assert read_fields("mistral", sliding_window=None).local_layers == ()
 
 
 def assert_close(ours, theirs, what="", tolerance=1e-4):
@@ -352,20 +334,10 @@ def test_cached_decode(representative):
 
 
 def test_exported_it_is_the_same_model(checkpoint, tmp_path):
-    model, folder, architecture, params = checkpoint
-    export_checkpoint(params, architecture, tmp_path / "out")
-    again, loaded = reference.load(tmp_path / "out")
-    assert again == architecture
-    jax.tree.map(np.testing.assert_array_equal, loaded, params)
-    written, expected = (load_file(x / "model.safetensors") for x in (tmp_path / "out", folder))
-    assert written.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert written[name].tobytes() == tensor.tobytes(), name
-    config = json.loads((tmp_path / "out/config.json").read_text())
-    assert config["architectures"] == [model.name]
+    model, _, architecture, params = checkpoint
     # torch sums odd widths in an order that depends on where the weights are in memory.
-    theirs = reference.reload(tmp_path / "out")
-    reference.assert_same_logits(theirs, model, reference.tokens(), atol=1e-5)
+    out = tmp_path / "out"
+    reference.assert_exported_as_the_same(model, architecture, params, out, atol=1e-5)
 
 
 def test_transformers_4_reads_the_configuration(checkpoint):

@@ -72,10 +72,7 @@ def test_each_tokens_log_prob_is_that_of_the_weights_that_its_version_names(
     np.testing.assert_array_equal(rollout.versions, versions)
     assert (versions == 6).any()
     for version, policy in ((4, actor), (6, newer)):
-        logits = policy.full_logits(make_prompts(LENGTHS), rollout.responses)
-        logprobs = np.take_along_axis(
-            np.asarray(jax.nn.log_softmax(logits)), rollout.responses[..., None], 2
-        )[..., 0]
+        logprobs = policy.logprobs(rollout)
         drawn = rollout.action_mask & (rollout.versions == version)
         np.testing.assert_allclose(rollout.logprobs[drawn], logprobs[drawn], atol=1e-4)
         # The other weights' log-probs differ.

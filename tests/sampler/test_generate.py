@@ -11,18 +11,20 @@ from jax_ppo.sampler import decode_loop
 from jax_ppo.types import Prompts
 from tiny_actor import ARCHITECTURE, Actor, T, make_prompts
 
+FIELDS = ("responses", "lengths", "truncated", "logprobs")
 
-def select_rows(rollout, which):
-    """Return responses, lengths, log-probs and flags of some rows."""
-    return [
-        x[which] for x in (rollout.responses, rollout.lengths, rollout.truncated, rollout.logprobs)
-    ]
+
+def select_rows(rollout, which=slice(None)):
+    """Return responses, lengths, flags and log-probs of some rows."""
+    return {name: getattr(rollout, name)[which] for name in FIELDS}
 
 
 def assert_same(ours, theirs):
-    for x, y in zip(ours[:3], theirs[:3], strict=True):
-        np.testing.assert_array_equal(x, y)
-    np.testing.assert_allclose(ours[3], theirs[3], atol=1e-5)
+    """Require equal rows, of rollouts or of what `select_rows` returns."""
+    ours, theirs = (x if isinstance(x, dict) else select_rows(x) for x in (ours, theirs))
+    for name in FIELDS[:3]:
+        np.testing.assert_array_equal(ours[name], theirs[name])
+    np.testing.assert_allclose(ours["logprobs"], theirs["logprobs"], atol=1e-5)
 
 
 def expected_with_eos(rollout, eos_ids, T):
@@ -34,12 +36,10 @@ def expected_with_eos(rollout, eos_ids, T):
     truncated = ~is_eos.any(1)
     lengths = np.where(truncated, T, is_eos.argmax(1) + 1)
     mask = np.arange(T) < lengths[:, None]
-    return [
-        np.where(mask, rollout.responses[:, :T], 0),
-        lengths,
-        truncated,
-        np.where(mask, rollout.logprobs[:, :T], 0),
-    ]
+    responses, logprobs = (
+        np.where(mask, x[:, :T], 0) for x in (rollout.responses, rollout.logprobs)
+    )
+    return dict(zip(FIELDS, (responses, lengths, truncated, logprobs), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -48,11 +48,7 @@ def expected_with_eos(rollout, eos_ids, T):
 def test_logprobs_are_those_of_a_full_forward_pass(actor, prompts, temperature, filters):
     """They are those before the filters."""
     rollout = actor.sample(prompts, temperature=temperature, n=2, **filters)
-    logprobs = jax.nn.log_softmax(
-        actor.full_logits(rollout.prompts, rollout.responses) / temperature
-    )
-    expected = np.take_along_axis(np.asarray(logprobs), rollout.responses[..., None], 2)[..., 0]
-    np.testing.assert_allclose(rollout.logprobs, expected, atol=1e-5)
+    np.testing.assert_allclose(rollout.logprobs, actor.logprobs(rollout, temperature), atol=1e-5)
     # Neither certain nor uniform.
     assert rollout.logprobs.max() < -1e-3 and rollout.logprobs.mean() > -np.log(61)
 
@@ -85,12 +81,8 @@ def test_bfloat16_computes_its_logprobs_in_float32(actor, prompts):
     rollout = decode_loop.sampler_program(model, decode_loop.SamplingOptions(T, 1.0))(
         params, prompts, jax.random.key(0)
     )
-    logits = actor.full_logits(prompts, np.asarray(rollout.responses))
-    expected = np.take_along_axis(
-        np.asarray(jax.nn.log_softmax(logits)), rollout.responses[..., None], 2
-    )[..., 0]
     assert rollout.logprobs.dtype == jnp.float32
-    assert np.abs(rollout.logprobs - expected).mean() < 0.1
+    assert np.abs(rollout.logprobs - actor.logprobs(rollout)).mean() < 0.1
     assert (rollout.logprobs.astype(jnp.bfloat16).astype(jnp.float32) != rollout.logprobs).any()
 
 
@@ -101,7 +93,7 @@ def test_samples_depend_on_key_and_index(actor):
     prompts = make_prompts((7,) * 4)
     same = Prompts(np.repeat(prompts.tokens[:1], 4, 0), prompts.lengths)
     first, again, later = actor.sample(same), actor.sample(same), actor.sample(same, seed=1)
-    assert_same(select_rows(first, slice(None)), select_rows(again, slice(None)))
+    assert_same(first, again)
     responses = {r.tobytes() for r in (*first.responses, *later.responses)}
     assert len(responses) == 8  # the same prompt, four times in a step and in two steps
 
@@ -112,9 +104,8 @@ def test_samples_do_not_depend_on_the_batch_or_the_row(actor, prompts):
         for row in range(b + 1):
             others = make_prompts((11, 2, 3, 16), seed=5 + row)
             others.tokens[row], others.lengths[row] = prompts.tokens[b], prompts.lengths[b]
-            assert_same(
-                select_rows(actor.sample(others, first=b - row), row), select_rows(rollout, b)
-            )
+            ours = select_rows(actor.sample(others, first=b - row), row)
+            assert_same(ours, select_rows(rollout, b))
 
 
 def test_a_batch_can_be_cut_up_and_n_laid_out(actor, prompts):
@@ -123,24 +114,16 @@ def test_a_batch_can_be_cut_up_and_n_laid_out(actor, prompts):
     for start in (0, 2):
         half = Prompts(prompts.tokens[start : start + 2], prompts.lengths[start : start + 2])
         half = actor.sample(half, n=2, first=2 * start)
-        assert_same(
-            select_rows(half, slice(None)), select_rows(whole, slice(2 * start, 2 * start + 4))
-        )
-    assert_same(
-        select_rows(actor.sample(whole.prompts), slice(None)), select_rows(whole, slice(None))
-    )
+        assert_same(half, select_rows(whole, slice(2 * start, 2 * start + 4)))
+    assert_same(actor.sample(whole.prompts), whole)
 
 
 def test_what_stands_behind_a_prompt_is_never_read(actor, prompts):
     rollout = actor.sample(prompts)
     for garbage in (60, -7, 10**9):
-        tokens = np.where(np.arange(16) < prompts.lengths[:, None], prompts.tokens, garbage).astype(
-            np.int32
-        )
-        assert_same(
-            select_rows(actor.sample(Prompts(tokens, prompts.lengths)), slice(None)),
-            select_rows(rollout, slice(None)),
-        )
+        inside = np.arange(16) < prompts.lengths[:, None]
+        tokens = np.where(inside, prompts.tokens, garbage).astype(np.int32)
+        assert_same(actor.sample(Prompts(tokens, prompts.lengths)), rollout)
 
 
 # The end of a response
@@ -156,14 +139,9 @@ def eos_ids(actor, prompts):
 @pytest.mark.parametrize("length", [T, 3])
 def test_eos_is_kept_and_nothing_comes_after_it(actor, prompts, eos_ids, length):
     rollout = actor.sample(prompts, max_response_length=length, eos_ids=eos_ids)
-    assert_same(
-        select_rows(rollout, slice(None)), expected_with_eos(actor.sample(prompts), eos_ids, length)
-    )
-    assert (
-        rollout.lengths[0] == 1
-        and rollout.responses[0, 0] == eos_ids[0]
-        and rollout.logprobs[0, 0] < 0
-    )
+    assert_same(rollout, expected_with_eos(actor.sample(prompts), eos_ids, length))
+    assert rollout.lengths[0] == 1 and rollout.responses[0, 0] == eos_ids[0]
+    assert rollout.logprobs[0, 0] < 0
     # For length 3, this EOS is in the last column.
     assert rollout.lengths[3] == 3 and not rollout.truncated[3]
     assert rollout.truncated.any() and (rollout.lengths[rollout.truncated] == length).all()
@@ -171,16 +149,13 @@ def test_eos_is_kept_and_nothing_comes_after_it(actor, prompts, eos_ids, length)
 
 def test_one_token_is_a_response(actor, prompts):
     rollout = actor.sample(prompts, max_response_length=1)
-    assert_same(select_rows(rollout, slice(None)), expected_with_eos(actor.sample(prompts), (), 1))
+    assert_same(rollout, expected_with_eos(actor.sample(prompts), (), 1))
 
 
 def test_pad_may_be_eos(actor, prompts, eos_ids):
-    padded = [
-        make_prompts(prompts.lengths, pad=pad)
-        for pad in (*eos_ids, min(set(range(61)) - set(eos_ids)))
-    ]
     first, second, third = (
-        select_rows(actor.sample(p, eos_ids=eos_ids), slice(None)) for p in padded
+        actor.sample(make_prompts(prompts.lengths, pad=pad), eos_ids=eos_ids)
+        for pad in (*eos_ids, min(set(range(61)) - set(eos_ids)))
     )
     assert_same(first, third)
     assert_same(second, third)
@@ -190,7 +165,7 @@ def test_eos_in_a_prompt_is_a_token_like_others(actor, prompts, eos_ids):
     ends = np.arange(16) == prompts.lengths[:, None] - 1
     prompts = Prompts(np.where(ends, eos_ids[1], prompts.tokens).astype(np.int32), prompts.lengths)
     expected = expected_with_eos(actor.sample(prompts), eos_ids, T)
-    assert_same(select_rows(actor.sample(prompts, eos_ids=eos_ids), slice(None)), expected)
+    assert_same(actor.sample(prompts, eos_ids=eos_ids), expected)
 
 
 def test_the_loop_ends_with_the_last_row(actor, prompts):
@@ -204,13 +179,8 @@ def test_the_loop_ends_with_the_last_row(actor, prompts):
 
 def test_one_program_a_bucket_and_the_same_samples_from_each(actor):
     sampler = decode_loop.sampler_program(actor.decoded, decode_loop.SamplingOptions(4, 1.0))
-    for lengths, P, programs in [
-        ((5, 16), 16, 1),
-        ((2, 3), 16, 1),
-        ((2, 3), 32, 2),
-        ((30, 1), 32, 2),
-        ((9, 9), 16, 2),
-    ]:
+    cases = (((5, 16), 16, 1), ((2, 3), 16, 1), ((2, 3), 32, 2), ((30, 1), 32, 2), ((9, 9), 16, 2))
+    for lengths, P, programs in cases:
         for seed in range(2):
             sampler(actor.params, make_prompts(lengths, P), jax.random.key(seed), 100 * seed)
         assert sampler.jitted._cache_size() == programs
@@ -218,7 +188,7 @@ def test_one_program_a_bucket_and_the_same_samples_from_each(actor):
         sampler(actor.params, make_prompts((5, 16), P, pad), jax.random.key(7), 0)
         for P, pad in ((16, 0), (32, 60))
     )
-    assert_same(select_rows(narrow, slice(None)), select_rows(wide, slice(None)))
+    assert_same(narrow, wide)
 
 
 def test_nothing_has_the_size_of_batch_by_time_by_vocabulary(actor):
@@ -236,17 +206,14 @@ def test_nothing_has_the_size_of_batch_by_time_by_vocabulary(actor):
         functools.partial(decode_loop.generate_responses, actor.decoded, options)
     )
     # [B, T, V] would be 14,640 numbers; a layer's cache is 5,376, its largest product 10,752.
-    assert (
-        max(sizes(traced(actor.params, prompts, jnp.arange(6), jax.random.key(0)).jaxpr))
-        < 6 * 40 * 61
-    )
+    jaxpr = traced(actor.params, prompts, jnp.arange(6), jax.random.key(0)).jaxpr
+    assert max(sizes(jaxpr)) < 6 * 40 * 61
 
 
 def test_options_are_the_identity_of_a_program():
     options = decode_loop.SamplingOptions(4, 1.0, eos_ids=(1, 2))
-    assert hash(options) == hash(dataclasses.replace(options)) and options != dataclasses.replace(
-        options, eos_ids=(1,)
-    )
+    assert hash(options) == hash(dataclasses.replace(options))
+    assert options != dataclasses.replace(options, eos_ids=(1,))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -150,10 +150,8 @@ def test_on_shapes_an_engine_returns_the_shapes_of_its_rollouts(run):
 def test_responses_continue_as_on_the_runs_mesh(run):
     rows = sharding.rows(run.mesh)
     continued = dataclasses.replace(SAMPLED, n=1, partial_length=3)
-    begun = (
-        begin_responses(make_prompts(range(1, 17)), T),
-        begin_draws(sampling.sample_keys(jax.random.key(0), np.arange(16))),
-    )
+    keys = sampling.sample_keys(jax.random.key(0), np.arange(16))
+    begun = (begin_responses(make_prompts(range(1, 17)), T), begin_draws(keys))
     begun = jax.device_put(begun, rows)
     version = jax.device_put(np.int32(5), sharding.replicated(run.mesh))
     newer = jax.tree.map(lambda x: x * 1.02, run.params)
@@ -184,17 +182,12 @@ def test_impossible_rollout_meshes_are_refused_in_one_line():
     same = meshes.make_rollout_mesh(mesh, RolloutMesh(model=1))
     assert same == mesh
     for shape in (RolloutMesh(model=3), RolloutMesh(model=4, data=1)):
-        with pytest.raises(
-            UserError,
-            match=rf"^config.rollout.mesh.data={shape.data} x config.rollout.mesh.model="
-            rf"{shape.model}: must multiply to the number of devices, 8$",
-        ):
+        sizes = f"config.rollout.mesh.data={shape.data} x config.rollout.mesh.model={shape.model}"
+        with pytest.raises(UserError, match=f"^{sizes}: must multiply to the number of devices, 8"):
             meshes.make_rollout_mesh(mesh, shape)
+    odd = dataclasses.replace(tiny.ARCHITECTURE, intermediate_size=36)
+    eight = meshes.make_rollout_mesh(mesh, RolloutMesh(model=8))
     with pytest.raises(UserError, match="config.rollout.mesh.model=8: must divide"):
-        meshes.validate_architecture(
-            meshes.make_rollout_mesh(mesh, RolloutMesh(model=8)),
-            dataclasses.replace(tiny.ARCHITECTURE, intermediate_size=36),
-            option="config.rollout.mesh",
-        )
+        meshes.validate_architecture(eight, odd, option="config.rollout.mesh")
     with pytest.raises(UserError, match="set config.rollout.mesh.model"):
         tiny.config(rollout__mesh__data=2)

@@ -84,11 +84,8 @@ def test_separate_devices_draw_what_the_same_layout_on_shared_ones_does(
     for mesh, rollout_mesh in (cases, make_meshes(devices, separate, **shape)):
         engine, params, prompts, key = build(mesh, rollout_mesh, actor)
         rows = sharding.batch_rows(mesh, 6)
-        begun = (
-            begin_responses(PROMPTS, T),
-            begin_draws(sampling.sample_keys(jax.random.key(0), np.arange(6))),
-        )
-        begun = jax.device_put(begun, rows)
+        keys = sampling.sample_keys(jax.random.key(0), np.arange(6))
+        begun = jax.device_put((begin_responses(PROMPTS, T), begin_draws(keys)), rows)
         version = jax.device_put(np.int32(5), sharding.replicated(mesh))
         with jax.set_mesh(mesh):
             engine.update_weights(params)

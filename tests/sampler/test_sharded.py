@@ -183,18 +183,13 @@ def test_a_vocabulary_that_no_devices_divide_is_whole_on_each():
     """Regression: one token added to a tokenizer was refused."""
     odd = Actor(dataclasses.replace(ARCHITECTURE, vocab_size=69))
     mesh = meshes.make_mesh(MeshShape(data=2, fsdp=2, model=2))
-    layout = sharding.tree_shardings(mesh, odd.params, sharding.DECODE_RULES)
-    assert layout["embed"]["embedding"].spec[0] is None
-    args = (
-        jax.device_put(odd.params, layout),
-        jax.device_put(make_prompts(range(1, 17)), sharding.rows(mesh)),
-        jax.device_put(jax.random.key(0), sharding.replicated(mesh)),
-    )
+    prompts = make_prompts(range(1, 17))
+    params, *others = place_for_decoding(mesh, odd, prompts)
+    assert params["embed"]["embedding"].sharding.spec[0] is None
+    sampler = sampler_program(odd.decoded, OPTIONS)
     with jax.set_mesh(mesh):
-        rollout = sampler_program(odd.decoded, OPTIONS)(*args)
-    alone = sampler_program(odd.decoded, OPTIONS)(
-        odd.params, make_prompts(range(1, 17)), jax.random.key(0)
-    )
+        rollout = sampler(params, *others)
+    alone = sampler(odd.params, prompts, jax.random.key(0))
     np.testing.assert_array_equal(rollout.responses, alone.responses)
     np.testing.assert_allclose(rollout.logprobs, alone.logprobs, atol=1e-5)
 

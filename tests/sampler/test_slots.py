@@ -1,5 +1,6 @@
 """Slots refilled from the queue draw the same samples in fewer steps, and nothing is copied."""
 
+import dataclasses
 import functools
 import heapq
 import re
@@ -10,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import tiny
 from jax_ppo.models import cache, heads
-from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.layer_stack import unroll_params
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.sampler import decode_loop, sampling
@@ -147,22 +148,19 @@ VERL_CHANCE = 453
 @pytest.fixture(scope="module")
 def uniform():
     """Return a model for which all 453 tokens are equally likely."""
-    architecture = Architecture(
-        family="llama",
-        vocab_size=VERL_CHANCE,
-        hidden_size=2,
-        intermediate_size=2,
-        num_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=2,
+    small = {"hidden_size": 2, "intermediate_size": 2, "num_heads": 1, "num_kv_heads": 1}
+    architecture = dataclasses.replace(
+        tiny.ARCHITECTURE, vocab_size=VERL_CHANCE, head_dim=2, max_position_embeddings=1024, **small
     )
     model = Transformer(architecture, unrolled=True)
-    shapes = jax.eval_shape(
-        lambda key: unroll_params(heads.init_params(Transformer(architecture), key, "lm")),
-        jax.random.key(0),
-    )
-    return model, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return model, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), decoding_shapes(architecture))
+
+
+def decoding_shapes(architecture):
+    def init(key):
+        return unroll_params(heads.init_params(Transformer(architecture), key, "lm"))
+
+    return jax.eval_shape(init, jax.random.key(0))
 
 
 def oracle_steps(lengths, slots):
@@ -173,24 +171,15 @@ def oracle_steps(lengths, slots):
     return max(loads)
 
 
-def verl_rollout(
-    uniform: tuple[Transformer, dict[str, Any]], samples: int
-) -> tuple[np.ndarray, int]:
-    """Return the lengths, and the slot-steps that 64 slots took."""
+@pytest.mark.slow
+def test_slot_steps_on_verls_lengths_are_near_an_oracles(uniform):
+    """Four samples per slot, as in verl's example."""
     model, params = uniform
-    prompts = Prompts(np.zeros((samples, 2), np.int32), np.ones(samples, np.int32))
+    prompts = Prompts(np.zeros((256, 2), np.int32), np.ones(256, np.int32))
     options = decode_loop.SamplingOptions(512, 1.0, eos_ids=(1,), slots=64)
     # With this key the mean of 256 lengths, whose standard error is 11, is within 12 of 307.
     rollout = decode_loop.sampler_program(model, options)(params, prompts, jax.random.key(4))
-    return np.asarray(rollout.lengths), int(rollout.slot_steps[0])
-
-
-@pytest.mark.slow
-def test_slot_steps_on_verls_lengths_are_near_an_oracles(
-    uniform: tuple[Transformer, dict[str, Any]],
-) -> None:
-    """Four samples per slot, as in verl's example."""
-    lengths, slot_steps = verl_rollout(uniform, 256)
+    lengths, slot_steps = np.asarray(rollout.lengths), int(rollout.slot_steps[0])
     assert 295 < lengths.mean() < 319 and lengths.max() == 512
     oracle = 64 * oracle_steps(lengths, 64)
     assert lengths.sum() < oracle
@@ -206,15 +195,9 @@ def step(monkeypatch: pytest.MonkeyPatch) -> tuple[jax.stages.Compiled, Any, Dec
     """Compile a decode step of a model dominated by its weights and cache, from shapes alone."""
     # Only one read width: the compiler counts all branches of a conditional.
     monkeypatch.setattr(cache, "MIN_READ_WIDTH", 10**6)
-    architecture = Architecture(
-        family="llama",
-        vocab_size=512,
-        hidden_size=512,
-        intermediate_size=2048,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=128,
+    large = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 2048, "head_dim": 128}
+    architecture = dataclasses.replace(
+        tiny.ARCHITECTURE, num_layers=2, tied=False, max_position_embeddings=1024, **large
     )
     options = decode_loop.SamplingOptions(480, 1.0, slots=8)
     prompts = make_prompts((3,) * 16, 32)
@@ -229,9 +212,6 @@ def step(monkeypatch: pytest.MonkeyPatch) -> tuple[jax.stages.Compiled, Any, Dec
             count=16,
         )
 
-    def init_params(key: jax.Array) -> Any:
-        return unroll_params(heads.init_params(Transformer(architecture), key, "lm"))
-
     def initial_state(params: Any, key: jax.Array) -> DecodeState:
         return slots_lib.initial_state(build(params, key))
 
@@ -239,7 +219,7 @@ def step(monkeypatch: pytest.MonkeyPatch) -> tuple[jax.stages.Compiled, Any, Dec
         return decode_loop.decode_step(build(params, key), state)
 
     key = jax.random.key(0)
-    params = jax.eval_shape(init_params, key)
+    params = decoding_shapes(architecture)
     state = jax.eval_shape(initial_state, params, key)
     return jax.jit(decode, donate_argnums=2).lower(params, key, state).compile(), params, state
 

@@ -46,6 +46,14 @@ def make_engine(actor, folder, **changes):
     return HuggingFaceEngine(MESH, actor.scored, actor.stacked, options, folder, 32)
 
 
+def generate(engine, params, prompts, options, first=None):
+    with jax.set_mesh(MESH), running(engine):
+        engine.update_weights(params)
+        rollout = engine.generate(prompts, jax.random.key(7), options, first)
+        engine.release_weights()
+        return jax.tree.map(np.asarray, rollout)
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -57,18 +65,13 @@ def make_engine(actor, folder, **changes):
 )
 def test_it_draws_the_tokens_of_the_built_in_engine(actor, folder, prompts, name):
     options = SamplingOptions(max_response_length=10, n=2, **OPTIONS[name])
-    rollouts = []
-    with jax.set_mesh(MESH):
+    ours, expected = (
+        generate(engine, actor.stacked, prompts, options, first=5)
         for engine in (
             make_engine(actor, folder),
             BuiltInEngine(MESH, actor.scored, actor.stacked),
-        ):
-            with running(engine):
-                engine.update_weights(actor.stacked)
-                rollout = engine.generate(prompts, jax.random.key(7), options, 5)
-                engine.release_weights()
-                rollouts.append(jax.tree.map(np.asarray, rollout))
-    ours, expected = rollouts
+        )
+    )
     for field in ("responses", "lengths", "truncated", "action_mask", "prompts"):
         jax.tree.map(np.testing.assert_array_equal, getattr(ours, field), getattr(expected, field))
     np.testing.assert_allclose(ours.logprobs, expected.logprobs, atol=2e-4)
@@ -78,13 +81,8 @@ def test_it_draws_the_tokens_of_the_built_in_engine(actor, folder, prompts, name
 @pytest.mark.slow
 def test_it_draws_no_ids_without_text(actor, folder, prompts):
     few = actor.scored.clone(architecture=dataclasses.replace(tiny_actor.ARCHITECTURE, num_ids=9))
-    engine = HuggingFaceEngine(
-        MESH, few, actor.stacked, RolloutOptions(engine="transformers"), folder, 32
-    )
-    with jax.set_mesh(MESH), running(engine):
-        engine.update_weights(actor.stacked)
-        rollout = engine.generate(prompts, jax.random.key(7), SamplingOptions(10, 1.0, n=2))
-        engine.release_weights()
+    engine = HuggingFaceEngine(MESH, few, actor.stacked, RolloutOptions(), folder, 32)
+    rollout = generate(engine, actor.stacked, prompts, SamplingOptions(10, 1.0, n=2))
     assert np.max(rollout.responses) == 8
 
 
@@ -113,17 +111,15 @@ def test_adapters_are_merged(actor, folder, prompts):
     adapters = init_adapters(tiny_actor.ARCHITECTURE, lora, jax.random.key(1), "lm")
     params = join_params(actor.stacked, jax.tree.map(lambda x: x + 0.1, adapters))
     adapted = Transformer(tiny_actor.ARCHITECTURE, lora=lora)
-    engine = HuggingFaceEngine(MESH, adapted, params, RolloutOptions(), folder, 32)
-    built_in = BuiltInEngine(MESH, adapted, params)
-    options = SamplingOptions(max_response_length=6, temperature=1.0)
-    rollouts = []
-    for each in (engine, built_in):
-        with jax.set_mesh(MESH), running(each):
-            each.update_weights(params)
-            rollout = each.generate(prompts, jax.random.key(7), options)
-            rollouts.append(jax.tree.map(np.asarray, rollout))
-    np.testing.assert_array_equal(rollouts[0].responses, rollouts[1].responses)
-    np.testing.assert_allclose(rollouts[0].logprobs, rollouts[1].logprobs, atol=2e-4)
+    ours, expected = (
+        generate(engine, params, prompts, SamplingOptions(6, 1.0))
+        for engine in (
+            HuggingFaceEngine(MESH, adapted, params, RolloutOptions(), folder, 32),
+            BuiltInEngine(MESH, adapted, params),
+        )
+    )
+    np.testing.assert_array_equal(ours.responses, expected.responses)
+    np.testing.assert_allclose(ours.logprobs, expected.logprobs, atol=2e-4)
 
 
 def test_its_shapes_are_known_ahead(actor, folder, prompts):

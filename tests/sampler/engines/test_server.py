@@ -36,6 +36,7 @@ from waiting import is_running, wait_until
 
 MESH = meshes.make_mesh(MeshShape(), jax.devices()[:1])
 V = tiny_actor.ARCHITECTURE.vocab_size
+GZIPPED = gzip.compress(b"{}", mtime=0)
 SAMPLING = SamplingOptions(max_response_length=6, temperature=1.0, n=8, eos_ids=(2,))
 
 
@@ -112,15 +113,9 @@ class TestProtocols:
 
     def test_a_request_holds_every_option(self, actor, folder, prompts):
         letters = [bytes([97 + i % 26]) for i in range(V)]
-        options = dataclasses.replace(
-            SAMPLING,
-            n=1,
-            top_k=5,
-            top_p=0.9,
-            min_p=0.1,
-            min_new_tokens=2,
-            stop=search_for(["never"], letters, V),
-        )
+        filters = {"top_k": 5, "top_p": 0.9, "min_p": 0.1, "min_new_tokens": 2}
+        stop = search_for(["never"], letters, V)
+        options = dataclasses.replace(SAMPLING, n=1, stop=stop, **filters)
         with FakeServer() as fake, running(make_engine(actor, folder, url=fake.url)) as engine:
             generate(engine, actor, prompts, options)
         body = next(b for b in fake.requests if b["sampling_params"]["max_tokens"] == 6)
@@ -146,12 +141,9 @@ class TestProtocols:
 
     @pytest.mark.parametrize("kind", fake_rollout_server.ROUTES)
     def test_ids_without_text_are_forbidden_and_refused(self, actor, folder, prompts, kind):
-        few = types.SimpleNamespace(
-            scored=actor.scored.clone(
-                architecture=dataclasses.replace(tiny_actor.ARCHITECTURE, num_ids=V - 2)
-            ),
-            stacked=actor.stacked,
-        )
+        architecture = dataclasses.replace(tiny_actor.ARCHITECTURE, num_ids=V - 2)
+        model = actor.scored.clone(architecture=architecture)
+        few = types.SimpleNamespace(scored=model, stacked=actor.stacked)
         with (
             FakeServer(kind, vocabulary=V - 2) as fake,
             running(make_engine(few, folder, url=fake.url)) as engine,
@@ -255,13 +247,7 @@ class TestFaults:
             ("openapi", 200, ("Content-Type", "text/html"), b"<p>", r"\(text/html\) is not JSON"),
             ("openapi", 200, (), b'{"paths": null}', "no answer in .*lists no routes"),
             ("openapi", 302, ("Location", "http://a/b"), b"", "not followed, here to http://a/b"),
-            (
-                "v1/",
-                200,
-                ("Content-Encoding", "gzip"),
-                gzip.compress(b"{}", mtime=0),
-                "json, gzip.* is not",
-            ),
+            ("v1/", 200, ("Content-Encoding", "gzip"), GZIPPED, "json, gzip.* is not"),
             ("v1/", 200, (), b"[" * 10**5, "is not JSON: maximum recursion"),
             ("v1/", 200, (), b'{"choices": [{}, {}]}', "not one response with .*too many values"),
             ("weight_info", 200, (), b"[]", "have version None instead of"),
@@ -302,13 +288,9 @@ class TestFaults:
         options = dataclasses.replace(SAMPLING, n=13, slots=1)
         rollouts = []
         for arguments in ("--die-after=1", ""):
-            engine = make_engine(
-                actor,
-                folder,
-                engine="vllm",
-                weights_dir=str(tmp_path),
-                vllm=VLLM(python=python, arguments=arguments),
-            )
+            vllm = VLLM(python=python, arguments=arguments)
+            options_of_engine = {"engine": "vllm", "weights_dir": str(tmp_path), "vllm": vllm}
+            engine = make_engine(actor, folder, **options_of_engine)
             with running(engine):
                 rollouts.append(generate(engine, actor, prompts, options))
                 log = engine.weights.with_name("vllm.log").read_text()
@@ -424,9 +406,7 @@ class TestWeights:
                 message = r"after update 2 its log-probs differ.*it samples from other weights"
                 with jax.set_mesh(MESH), pytest.raises(UserError, match=message):
                     engine.update_weights(negative)
-        ours = jax.nn.log_softmax(actor.full_logits(rollout.prompts, rollout.responses) / 0.7)
-        ours = np.take_along_axis(np.asarray(ours), rollout.responses[..., None], axis=2)[..., 0]
-        mask = rollout.action_mask
+        ours, mask = actor.logprobs(rollout, temperature=0.7), rollout.action_mask
         np.testing.assert_allclose(rollout.logprobs[mask], ours[mask], atol=1e-4)
 
 

@@ -55,9 +55,7 @@ def difference(rollout, actor, params):
     """Return the largest difference of log-probs to the trainer's."""
     trainer = tiny_actor.Actor(actor.architecture)
     trainer.scored, trainer.stacked = actor, params
-    logits = trainer.full_logits(rollout.prompts, rollout.responses)
-    ours = np.asarray(jax.nn.log_softmax(logits / 0.7))
-    ours = np.take_along_axis(ours, rollout.responses[..., None], axis=2)[..., 0]
+    ours = trainer.logprobs(rollout, temperature=0.7)
     return np.abs(ours - rollout.logprobs)[rollout.action_mask].max()
 
 
