@@ -509,12 +509,10 @@ def test_a_loss_of_ones_own(tmp_path):
         "    policy = policy_losses.clipped_surrogate(batch, clip)\n"
         "    return policy._replace(loss=policy.loss / 2), {'twice': 2 * policy.ratio}\n"
     )
+    halved = tiny.config(actor__policy_loss=f"{tmp_path}/mine.py:halved")
     (vanilla, _), (custom, metrics) = (
         run_gradients(config, tiny.make_mesh(), 4, roles=("actor",))
-        for config in (
-            tiny.config(),
-            tiny.config(actor__policy_loss=f"{tmp_path}/mine.py:halved"),
-        )
+        for config in (tiny.config(), halved)
     )
     assert_close(jax.tree.map(lambda x: x / 2, vanilla[0]), custom[0])
     assert metrics["actor/twice"] == pytest.approx(2 * metrics["actor/ratio_mean"])

@@ -27,11 +27,11 @@ def evaluate_prompts(scores, batch_size, correct=None, sources=None):
     dataset = PromptDataset(examples, [np.array([row]) for row in range(len(scores))], 16)
     first_indices = []
 
-    def sample(prompts, first):
+    def respond(batch, first):
         first_indices.append(first)
-        rows = np.repeat(np.asarray(prompts.tokens)[:, 0], N)
-        return Rollout(
-            prompts=prompts,
+        rows = np.repeat(np.asarray(batch.prompts.tokens)[:, 0], N)
+        rollout = Rollout(
+            prompts=batch.prompts,
             responses=rows,
             lengths=jax.numpy.asarray(rows + 1),
             logprobs=None,
@@ -39,21 +39,9 @@ def evaluate_prompts(scores, batch_size, correct=None, sources=None):
             action_mask=None,
             environment_metrics={"row": jnp.where(rows > 1, NOTHING, rows)},
         )
-
-    def reward(rollout):
-        rows = rollout.responses
-        correctness = (
-            np.full(len(rows), np.nan) if correct is None else np.asarray(correct, float)[rows]
-        )
-        return (
-            np.asarray(scores, float)[rows],
-            correctness,
-            [{"response": str(row), "answer": None} for row in rows],
-        )
-
-    def respond(batch, first):
-        rollout = sample(batch.prompts, first)
-        return rollout, *reward(rollout)
+        correctness = [np.nan] * len(scores) if correct is None else correct
+        of_rows = (np.asarray(x, float)[rows] for x in (scores, correctness))
+        return rollout, *of_rows, [{"response": str(row), "answer": None} for row in rows]
 
     result = evaluate_batches(evaluation_batches(dataset, batch_size), respond)
     return result, first_indices

@@ -25,6 +25,7 @@ def arguments(environ, **options):
     return distributed._arguments(schema.Distributed(**options), environ)
 
 
+FROM_EXPLICIT = {"coordinator_address": "host:1", "num_processes": 4, "process_id": 3}
 OPTIONS = {"coordinator_address": "other:2", "num_processes": 2, "process_id": 1}
 IPV6 = OPTIONS | {"coordinator_address": "[::1]:65535"}
 ALONE = {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}
@@ -36,11 +37,7 @@ ALONE = {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}
         ({}, {}, None),
         # Options come first, then the environment.
         (EXPLICIT | SLURM, OPTIONS, OPTIONS),
-        (
-            EXPLICIT | SLURM,
-            {},
-            {"coordinator_address": "host:1", "num_processes": 4, "process_id": 3},
-        ),
+        (EXPLICIT | SLURM, {}, FROM_EXPLICIT),
         ({}, IPV6, IPV6),
         # One of one is one process.
         (EXPLICIT | ALONE, {}, None),
