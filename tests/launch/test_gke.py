@@ -198,6 +198,7 @@ def test_what_xpk_would_not_pass_on_is_refused(gke, option):
     [
         ("--slices=0", "--slices: expected at least 1"),
         ("--max-restarts=-1", "--max-restarts: expected a whole number, got '-1'"),
+        ("--grace-seconds=0", "--grace-seconds: expected at least 1"),
         ("--command=trian", "--command: invalid choice: 'trian'"),
         ("--priority=high", "--priority needs --queue"),
     ],
