@@ -202,7 +202,7 @@ def test_impossible_values_are_named(changes, expected):
         ("rollout.url", "a:1", "='a:1': expected http://HOST:PORT"),
         (
             "rollout.url",
-            "http://me:secret@a",
+            "http://secret@a",
             ": the address contains a user name.*JAX_PPO_ROLLOUT_KEY",
         ),
         ("reward.url", "ftp://host/x", "='ftp://host/x': expected http://HOST/PATH"),
