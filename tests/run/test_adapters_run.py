@@ -209,7 +209,7 @@ def test_with_a_shared_trunk_too(files, tmp_path):
     shared = (
         "--config.critic.shared_trunk=True",
         "--config.critic.path=",
-        "--config.critic.keep_head=False",
+        "--config.critic.keep_head=unset",
     )
     run(files, tmp_path, *shared, "--config.trainer.total_training_steps=1")
     assert "resuming after step 1 of 2" in run(files, tmp_path, *shared)

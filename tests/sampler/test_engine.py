@@ -139,7 +139,8 @@ def test_a_run_whose_server_is_killed_is_the_same_run(config, tmp_path, monkeypa
     python = fake_rollout_server.write_interpreter(tmp_path / "python")
     rows = []
     for deaths in ("--die-after=3", ""):
-        vllm = rollout_options.VLLM(python=python, arguments=f"--vocabulary=192 {deaths}")
+        # The tokenizer has all of these ids.
+        vllm = rollout_options.VLLM(python=python, arguments=f"--vocabulary=100 {deaths}")
         rollout = dataclasses.replace(
             config.rollout, engine="vllm", vllm=vllm, reuse_logprobs="auto"
         )
