@@ -11,8 +11,9 @@ critic. For GRPO:
     python -m jax_ppo.train --config=char_count --config.algorithm.adv_estimator=grpo \
         --workdir=output/char_count-grpo
 
-A response ends with its box, at most 107 tokens here; the recipe goes on to 128. An actor's rate of
-1e-5 is too high: with 64 prompts of one response it lost most of its accuracy in the first step.
+A response ends with its box, at most 107 tokens here; the recipe goes on to 128. A learning rate of
+1e-5 is too high for the actor: with 64 prompts and one response each, the model lost most of its
+accuracy in the first step.
 """
 
 from ml_collections import ConfigDict

@@ -338,7 +338,8 @@ class Distributed:
     heartbeat_seconds: int = option(30, "time after which a silent process is considered dead",
         unit="seconds", at_least=10)
     stall_seconds: int = option(1800,
-        "time without progress, or paused (Ctrl-Z), until a run prints stacks and ends; 0: none",
+        "time without progress, pauses (Ctrl-Z) included, after which a run prints its threads' "
+        "stacks and ends; 0: no limit",
         unit="seconds", at_least=0)
 
 

@@ -99,7 +99,7 @@ def _join_locations(locations: Sequence[str]) -> str:
     """Return where rows are: "a.csv:2-201", or "a.csv:2-201 (12 rows)" if others lie between."""
     files: dict[str, list[int]] = {}
     for location in locations:
-        name, number = re.fullmatch(r"(.*?)(\d*)", location, re.DOTALL).groups()  # type: ignore[union-attr]
+        [(name, number)] = re.findall(r"\A(.*?)(\d*)\Z", location, re.DOTALL)
         files.setdefault(name, []).append(int(number or 0))
     texts = []
     for name, numbers in files.items():

@@ -164,7 +164,6 @@ def find_progress(
             "the checkpoint; restore them, or give another --workdir"
         )
     rows = meta["data"]
-    # Rows that moved between memory and a cache have no hash in common, only their number.
     if any(rows[name] != data[name] for name in rows.keys() & data.keys()):
         name = "score.file" if config.learns_from_files else "data.train_files"
         files = f"config.{name}={option_value(config, name)!r}"

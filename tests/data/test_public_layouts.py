@@ -14,7 +14,7 @@ def make_row(unread="", **values):
     return values | dict.fromkeys(unread.split(), "x")
 
 
-def read(prompt, response=None, rejected=None, ground_truth="", data_source=""):
+def expect(prompt, response=None, rejected=None, ground_truth="", data_source=""):
     """Return what a row shall be read as; "?" and a part of the message for what is refused."""
     return prompt, response, rejected, ground_truth, data_source
 
@@ -64,20 +64,20 @@ ANSWERS = {
     ),
 }
 LAYOUTS = {
-    **{name: (row, read(ASK, "Four.", "Five.")) for name, row in PREFERENCES.items()},
-    **{name: (row, read(ASK)) for name, row in PROMPTS.items()},
-    **{name: (row, read("?data.prompt_key")) for name, row in REFUSED.items()},
-    **{name: (row, read(ASK, "Four.")) for name, row in ANSWERS.items()},
+    **{name: (row, expect(ASK, "Four.", "Five.")) for name, row in PREFERENCES.items()},
+    **{name: (row, expect(ASK)) for name, row in PROMPTS.items()},
+    **{name: (row, expect("?data.prompt_key")) for name, row in REFUSED.items()},
+    **{name: (row, expect(ASK, "Four.")) for name, row in ANSWERS.items()},
     "openai/gsm8k": (
         make_row(question=Q, answer="Legs.\n#### 4"),
-        read(ASK, "Legs.\n#### 4", None, "4", GSM8K),
+        expect(ASK, "Legs.\n#### 4", None, "4", GSM8K),
     ),
     "open-r1/DAPO-Math-17k-Processed": (
         make_row(
             "source_prompt ability",
             **{"prompt": Q, "solution": "4", "data_source": "math_dapo", "reward_model": VERL},
         ),
-        read(Q, "4", None, "4", "math_dapo"),
+        expect(Q, "4", None, "4", "math_dapo"),
     ),
     "AI-MO/NuminaMath-CoT": (
         make_row(
@@ -86,73 +86,73 @@ LAYOUTS = {
             solution=r"\boxed{4}",
             messages=[*ASK, {"role": "assistant", "content": r"\boxed{4}"}],
         ),
-        read(ASK, r"\boxed{4}", None, r"\boxed{4}", MATH),
+        expect(ASK, r"\boxed{4}", None, r"\boxed{4}", MATH),
     ),
     "open-r1/OpenR1-Math-220k": (
         make_row(
             "problem_type uuid generations", problem=Q, solution="S", answer="4", messages=CHAT
         ),
-        read(ASK, "?supervised.response_key", None, "4", MATH),
+        expect(ASK, "?supervised.response_key", None, "4", MATH),
     ),
     "Anthropic/hh-rlhf": (
         make_row(chosen=TRANSCRIPT + " Four.", rejected=TRANSCRIPT + " Five."),
-        read(TRANSCRIPT, " Four.", " Five.", "", HH_RLHF),
+        expect(TRANSCRIPT, " Four.", " Five.", "", HH_RLHF),
     ),
     "Dahoas/full-hh-rlhf": (
         make_row(prompt=TRANSCRIPT, response=" Four.", chosen=" Four.", rejected=" Five."),
-        read(TRANSCRIPT, " Four.", " Five."),
+        expect(TRANSCRIPT, " Four.", " Five."),
     ),
     "allenai/RLVR-GSM-MATH-IF-Mixed-Constraints": (
         make_row("dataset", messages=ASK, ground_truth="4", constraint=None),
-        read(ASK, ground_truth="4"),
+        expect(ASK, ground_truth="4"),
     ),
     "zwhe99/DeepMath-103K": (
         make_row("topic r1_solution_1", question=Q, final_answer="4"),
-        read(ASK, ground_truth="4"),
+        expect(ASK, ground_truth="4"),
     ),
     "tatsu-lab/alpaca": (
         make_row("text", instruction="Count.", input=Q, output="Four."),
-        read([{"role": "user", "content": f"Count.\n\n{Q}"}], "Four."),
+        expect([{"role": "user", "content": f"Count.\n\n{Q}"}], "Four."),
     ),
     "Open-Orca/OpenOrca": (
         make_row("id", system_prompt="Be brief.", question=Q, response="Four."),
-        read([BE, *ASK], "Four."),
+        expect([BE, *ASK], "Four."),
     ),
     "open-thoughts/OpenThoughts-114k": (
         make_row(system="Be brief.", conversations=SHARE),
-        read([BE, *ASK], "Four."),
+        expect([BE, *ASK], "Four."),
     ),
     "Intel/orca_dpo_pairs": (
         make_row(system="Be brief.", question=Q, chosen="Four.", rejected="Five."),
-        read([BE, *ASK], "Four.", "Five."),
+        expect([BE, *ASK], "Four.", "Five."),
     ),
     "Maxwell-Jia/AIME_2024": (
         make_row(ID="2024-I-1", Problem=Q, Solution="S", Answer=4),
-        read(ASK, "S", None, "4", MATH),
+        expect(ASK, "S", None, "4", MATH),
     ),
     "SynthLabsAI/Big-Math-RL-Verified": (
         make_row("source domain llama8b_solve_rate", problem=Q, answer="4"),
-        read(ASK, "4", None, "4", MATH),
+        expect(ASK, "4", None, "4", MATH),
     ),
     "nvidia/OpenMathReasoning": (
         make_row("generated_solution problem_type", problem=Q, expected_answer="4"),
-        read(ASK, None, None, "4", MATH),
+        expect(ASK, None, None, "4", MATH),
     ),
     "trl-lib/tldr": (
         make_row(prompt="POST: x TL;DR:", completion=" short"),
-        read("POST: x TL;DR:", " short"),
+        expect("POST: x TL;DR:", " short"),
     ),
     "rajpurkar/squad": (
         make_row("id title answers", context="Cats have four.", question=Q),
-        read([{"role": "user", "content": f"{Q}\n\nCats have four."}]),
+        expect([{"role": "user", "content": f"{Q}\n\nCats have four."}]),
     ),
     "simplescaling/s1K": (
         make_row("cot_type source_type thinking_trajectories", solution="4", question=Q, cot=None),
-        read(ASK, "4"),
+        expect(ASK, "4"),
     ),
     "PKU-Alignment/PKU-SafeRLHF": (
         make_row("response_0 response_1 better_response_id", prompt=Q),
-        read(Q),
+        expect(Q),
     ),
     "PeterJinGo/nq_hotpotqa_train": (
         make_row(
@@ -162,23 +162,23 @@ LAYOUTS = {
             data_source="searchR1_nq",
             reward_model={"ground_truth": {"target": ["4"]}},
         ),
-        read(ASK, ground_truth={"target": ["4"]}, data_source="searchR1_nq"),
+        expect(ASK, ground_truth={"target": ["4"]}, data_source="searchR1_nq"),
     ),
     "GAIR/lima": (
         make_row("source", conversations=[Q, "Four."]),
-        read("?must have role and content"),
+        expect("?must have role and content"),
     ),
     "m-a-p/CodeFeedback": (
         make_row("resource lang", query=Q, answer="Four."),
-        read(ASK, "Four.", ground_truth="Four."),
+        expect(ASK, "Four.", ground_truth="Four."),
     ),
     "PRIME-RL/Eurus-2-RL-Data": (
         make_row("ability", prompt=[BE, *ASK], data_source="numina_olympiads", reward_model=VERL),
-        read([BE, *ASK], ground_truth="4", data_source="numina_olympiads"),
+        expect([BE, *ASK], ground_truth="4", data_source="numina_olympiads"),
     ),
     "Toucan": (
         make_row(messages=json.dumps([*ASK, CALL]), tools='[{"name": "count"}]'),
-        read(ASK, "?tool_calls of the last message of messages is not learned"),
+        expect(ASK, "?tool_calls of the last message of messages is not learned"),
     ),
 }
 
