@@ -76,7 +76,7 @@ def prepared_run(
       SystemExit: at the end, if SIGTERM (code 143) or a command's SIGINT (130) stopped the run.
       KeyboardInterrupt: if SIGINT stopped the run, outside of a command.
     """
-    from jax_ppo.reporting import console, trackers
+    from jax_ppo.reporting import console, sinks
     from jax_ppo.runtime import (
         backends,
         compiled_programs,
@@ -86,7 +86,7 @@ def prepared_run(
         work_directory,
     )
 
-    trackers.require_installed(parsing.parse_names(options.trainer.logger))
+    sinks.require_installed(parsing.parse_names(options.trainer.logger))
     print_any_text()  # also of a script that calls the Python API
     backends.start_backends()
     compiled_programs.enable_cache(options.trainer.compilation_cache, console.print_on_main)

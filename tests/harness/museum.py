@@ -1582,8 +1582,7 @@ EXHIBITS = [
     Exhibit(
         name="wandb_drops_the_steps_of_a_resumed_run",
         source="tango#152, wandb#4482: `Step must only increase in log calls`",
-        test="tests/reporting/test_trackers.py::"
-        "test_wandb_takes_our_step_as_a_metric_since_its_own_cannot_decrease",
+        test=f"{TEST_METRICS}::test_wandb_takes_our_step_as_a_metric_since_its_own_cannot_decrease",
         where="open_wandb",
         old="run.log({'step': step} | metrics)",
         new="run.log(metrics, step=step)",
@@ -1591,8 +1590,7 @@ EXHIBITS = [
     Exhibit(
         name="a_resumed_run_is_a_new_one_to_wandb",
         source="tango#152, wandb#859: a resumed run gets a new id",
-        test="tests/reporting/test_trackers.py::"
-        "test_wandb_takes_our_step_as_a_metric_since_its_own_cannot_decrease",
+        test=f"{TEST_METRICS}::test_wandb_takes_our_step_as_a_metric_since_its_own_cannot_decrease",
         where="open_wandb",
         old="not (first_step and id_file.exists())",
         new="not id_file.exists() or first_step",
