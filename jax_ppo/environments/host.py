@@ -262,7 +262,7 @@ def read_figures(
 def _read_number(value: Any, what: str) -> float:
     number = as_float(value)
     # Written so that NaN fails too.
-    if number is None or not abs(number) <= np.finfo(np.float32).max:
+    if number is None or not abs(number) <= float(np.finfo(np.float32).max):
         raise WrongAnswer(f"{what} is {_quote(value)}; expected a finite float32")
     return number
 

@@ -324,6 +324,7 @@ def test_rewards_beyond_float32_and_escape_sequences_are_failures(failure, caplo
         (("", np.ones(2), True), "is array([1., 1.]) of type ndarray; expected a finite float32"),
         (("", math.nan, True), "is nan of type float; expected a finite float32"),
         (("", math.inf, True), "is inf of type float; expected a finite float32"),
+        (("", 1e39, True), "is 1e+39 of type float; expected a finite float32"),
         (("", 1.0, np.ones(2)), "has ended is array([1., 1.]) of type ndarray; expected True or F"),
         (("", 1.0, "False"), "has ended is 'False' of type str; expected True or False"),
         (("", 1.0, None), "has ended is None of type NoneType; expected True or False"),
