@@ -27,8 +27,8 @@ FOREIGN = (
 )  # tables whose first column is theirs
 MADE_BY_THE_BUILD = {"jax_ppo/configs/"}  # in the wheel
 OTHER_PROGRAMS = {
-    *("cd", "docker", "git", "jax-ppo", "kubectl", "mkdocs", "pip", "pre-commit", "python"),
-    *("python3", "sbatch", "source", "vllm", "vllm/bin/python"),
+    *("cd", "cosmic-ray", "cr-report", "docker", "git", "jax-ppo", "kubectl", "mkdocs", "pip"),
+    *("pre-commit", "python", "python3", "sbatch", "source", "vllm", "vllm/bin/python"),
 }
 READERS = {
     "plan": plan.read_plan_arguments,
