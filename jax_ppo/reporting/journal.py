@@ -312,6 +312,8 @@ class Journal:
         if len(points) > 1:
             outcome += f" → {last[metric]:.3f}"
             details.append(f"best {best[metric]:.3f} after step {best['step']:.0f}")
+        if last["step"] < steps[-1]["step"]:  # stopped since the last evaluation
+            outcome += f" after step {last['step']:.0f}"
         outcome += f" ({'; '.join(details)})" * bool(details)
         if self._first_step < self._last_step or not self._total_steps:
             outcome += f" in {console.format_duration(time.monotonic() - self._started)}"

@@ -138,8 +138,8 @@ def test_kept_generation_defaults_are_said_to_differ_from_evaluations(tmp_path, 
     ("figures", "values", "interval", "outcome"),
     [
         ("accuracy", [0.4, 0.9, 0.8], (0.752, 0.85),
-         "accuracy 0.400 → 0.800 (95 % 0.75-0.85; best 0.900 after step 1)"),
-        ("reward_mean", [-0.5], (-1.0, 0.25), "reward -0.500 (95 % -1.00 to 0.25)"),
+         "accuracy 0.400 → 0.800 after step 2 (95 % 0.75-0.85; best 0.900 after step 1)"),
+        ("reward_mean", [-0.5], (-1.0, 0.25), "reward -0.500 after step 0 (95 % -1.00 to 0.25)"),
         ("", [], (), "training reward 0.250 → 0.750 (best 0.750 after step 4)"),
     ],
 )  # fmt: skip
