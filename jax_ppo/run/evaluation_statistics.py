@@ -94,7 +94,7 @@ def describe_prompts(
 ) -> dict[str, float]:
     """Return the statistics that a mean over all responses leaves out, by name.
 
-    These are the interval of the accuracy, or of the reward where correctness is undefined (NaN);
+    These are the interval of the accuracy, or of the reward if all correctness is undefined (NaN);
     for N > 1 responses per prompt pass@k, best@k, worst@k and, if the rules read answers (`None`:
     none), maj@k; for data from several `sources`, one per prompt, all of these for each source.
     """
@@ -105,10 +105,10 @@ def describe_prompts(
     for name in names:
         rows = np.array([source == name for source in sources])
         group = {"reward_mean": float(scores_PxN[rows].mean())}
-        defined = correct_PxN[rows]
-        if not np.isnan(defined).any():
+        correct = correct_PxN[rows]
+        if len(defined := correct[~np.isnan(correct)]):
             group["accuracy"] = float(defined.mean())
-        group |= _describe_group(scores_PxN[rows], defined, answers_PxN[rows])
+        group |= _describe_group(scores_PxN[rows], correct, answers_PxN[rows])
         figures |= {f"{name}/{figure}": value for figure, value in group.items()}
     return figures
 
@@ -116,24 +116,26 @@ def describe_prompts(
 def _describe_group(
     scores_PxN: np.ndarray, correct_PxN: np.ndarray, answers_PxN: np.ndarray
 ) -> dict[str, float]:
-    # Prompts whose rule does not define correctness have no share in accuracy, pass@k and maj@k.
-    graded_P = ~np.isnan(correct_PxN).any(1)
-    graded_PxN = correct_PxN[graded_P]
+    # Responses without correctness, such as those that the rule failed on, count in none of its
+    # figures; a prompt counts for each k that its other responses reach.
+    known_PxN = ~np.isnan(correct_PxN)
+    rows = zip(correct_PxN, answers_PxN, known_PxN, strict=True)
+    graded = [(correct[known], votes[known]) for correct, votes, known in rows if known.any()]
     sizes = subset_sizes(scores_PxN.shape[1])
-    votes = answers_PxN[graded_P]
-    name, values_PxN = "reward_mean", scores_PxN
-    if len(graded_PxN):
-        name, values_PxN = "accuracy", graded_PxN
-    low, high = bootstrap_interval(values_PxN.mean(1))
+    enough = {k: [row for row in graded if len(row[0]) >= k] for k in sizes}
+    name, means_P = "reward_mean", scores_PxN.mean(1)
+    if graded:
+        name, means_P = "accuracy", np.array([correct.mean() for correct, _ in graded])
+    low, high = bootstrap_interval(means_P)
     figures = {f"{name}_low": low, f"{name}_high": high}
-    if sizes and (votes != np.array(None)).any():
-        shares = np.mean(
-            [majority_at_k(*row, sizes) for row in zip(graded_PxN, votes, strict=True)], axis=0
-        )
-        figures |= {f"maj@{k}": float(share) for k, share in zip(sizes, shares, strict=True)}
+    if (answers_PxN[known_PxN] != np.array(None)).any():
+        for k in filter(enough.get, sizes):
+            shares = [majority_at_k(*row, [k])[0] for row in enough[k]]
+            figures[f"maj@{k}"] = float(np.mean(shares))
     for k in sizes:
-        if len(graded_PxN):
-            figures[f"pass@{k}"] = float(pass_at_k(graded_PxN, k).mean())
+        if enough[k]:
+            passed = [pass_at_k(correct[None], k)[0] for correct, _ in enough[k]]
+            figures[f"pass@{k}"] = float(np.mean(passed))
         figures[f"best@{k}"] = float(best_of_k(scores_PxN, k).mean())
         figures[f"worst@{k}"] = 0.0 - float(best_of_k(-scores_PxN, k).mean())  # not -0.0
     return figures

@@ -101,3 +101,17 @@ def test_sources_are_described_apart():
     assert (figures["math/accuracy"], figures["math/worst@2"]) == (0.25, 0.5)
     assert figures["story/reward_mean"] == 5 and "story/accuracy" not in figures
     assert "story/reward_mean_low" in figures
+
+
+def test_a_response_that_the_rule_failed_on_takes_no_other_out_of_a_figure():
+    """Of 3, 4 and 2 known responses 2, 0 and 2 are right."""
+    correct = np.array([[1, np.nan, 1, 0], [0, 0, 0, 0], [1, 1, np.nan, np.nan]])
+    answers = np.array([["4", None, "4", "5"], ["6"] * 4, ["7", "7", None, None]], object)
+    scores = np.nan_to_num(correct)
+    figures = describe_prompts(scores, correct, answers, ["a", "a", "b"])
+    assert figures["a/accuracy"] == pytest.approx(2 / 7) and figures["b/accuracy"] == 1
+    assert 0 < figures["a/accuracy_high"] <= 2 / 3 and figures["b/accuracy_low"] == 1
+    # Two of the first prompt's three: all pairs have a right one, and one of three pairs agrees.
+    assert figures["pass@2"] == pytest.approx(2 / 3) and figures["a/pass@4"] == 0
+    assert figures["a/maj@2"] == pytest.approx((1 + 0.5 + 0.5) / 3 / 2)
+    assert "b/pass@4" not in figures and "b/maj@4" not in figures
