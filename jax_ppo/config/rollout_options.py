@@ -34,7 +34,12 @@ class Sampling:
     min_p: float = option(0.0,
         "draw from the tokens at least this fraction as likely as the most likely one",
         at_least=0, at_most=1)
-    n: int = option(1, "responses per prompt", unit="responses", at_least=1)
+    n: int = option(1, "responses per prompt", unit="responses", at_least=1,
+        rules=(OptionRule(lambda c: (
+            c.rollout.val_kwargs.temperature or c.rollout.multi_turn.environment),
+            "`rollout.val_kwargs.temperature` is above 0, or there is an environment",
+            "a temperature of 0 repeats one response; set config.rollout.val_kwargs.temperature "
+            "above 0"),))
 
     @property
     def truncates(self) -> bool:

@@ -49,6 +49,10 @@ def test_a_run_samples_under_its_constraints(tmp_path):
     [
         ({"stop": ["a", ""]}, "'' in .* is empty or not text"),
         ({"stop": "[a"}, r"'\[a' is not a JSON list"),
+        (
+            {"val_kwargs.n": 8, "val_kwargs.temperature": 0.0},
+            "val_kwargs.n=8: a temperature of 0 repeats one response",
+        ),
         ({"min_new_tokens": 9999}, "must be at most config.data.max_response_length="),
     ],
 )
