@@ -148,7 +148,7 @@ class Learner:
             )
             within_limit &= is_within
             carry = (params, optimizer_state, within_limit)
-            return carry, (metrics, runs, within_limit & runs)
+            return carry, (metrics, runs, within_limit & runs & update_enabled)
 
         # One compiled loop over epochs and mini-batches: no return to the host in between.
         start = (*placement.to_device((params, optimizer_state)), jnp.bool_(True))

@@ -273,7 +273,7 @@ def test_critic_warmup_is_exactly_n_steps():
         for role in ("actor", "critic")
         for name, value in (("lr", 1.0), ("lr_schedule", "linear"), ("lr_warmup_steps", 0))
     }
-    config = tiny.config(trainer__critic_warmup=3, **linear)
+    config = tiny.config(trainer__critic_warmup=3, actor__target_kl=1.0, **linear)
     for step, rate in ((0, 0), (2, 0), (3, 1), (8, 2 / 7)):
         before, after, metrics = run_update(
             config,
@@ -289,6 +289,7 @@ def test_critic_warmup_is_exactly_n_steps():
             jax.tree.map(np.asarray, (after.actor, after.optimizers["actor"])),
         )
         assert all(jax.tree.leaves(same)) == (rate == 0)
+        assert metrics["actor/steps_taken"] == (rate > 0)
         rates = [metrics["actor/lr"], metrics["critic/lr"]]
         np.testing.assert_allclose(rates, [rate, 1 - step / 10], rtol=1e-6)
         assert not np.array_equal(before.critic["norm"]["scale"], after.critic["norm"]["scale"])
