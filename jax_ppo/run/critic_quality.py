@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_ppo.config.schema import Algorithm
 from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.kernels.masked_statistics import ROUNDING, moments_std
 from jax_ppo.ppo.experience import estimate_experience
@@ -44,11 +45,12 @@ def predict_returns(
 ) -> Predictions:
     """Return the critic's predictions for the responses to the real prompts of a batch.
 
-    The moments that normalize rewards, if they do, must be known: see `knows_unit_of_rewards`.
+    The rewards must be those of the update: see `knows_rewards`.
     `rewards` [B] are of whole responses; of `rule_rewards`, only rewards within them are read.
     """
     options = run.step_options
-    changes = {}
+    # The sampler's log-probs are at the temperature of evaluations.
+    changes = {"old_logprobs": True}
     if not (options.experience.algorithm.use_kl_in_reward or options.forward.teacher):
         # Only a KL in the reward needs more than values.
         changes = dict.fromkeys(("old_logprobs", "reference", "full_kl"), False)
@@ -62,7 +64,6 @@ def predict_returns(
         critic_lam=1.0,
         lam_length_alpha=None,
         bootstrap_truncated=False,
-        whiten_rewards=False,
     )
     # By the moments of the training so far: these responses are not added to them.
     reward = dataclasses.replace(options.experience.reward, normalize="none")
@@ -84,10 +85,16 @@ def predict_returns(
     return collect_predictions(*(placement.to_host(x)[:num_real] for x in arrays))
 
 
-def knows_unit_of_rewards(control: Control) -> bool:
-    """Return whether the moments that normalize rewards, if they do, have seen any reward."""
+def knows_rewards(algorithm: Algorithm, control: Control) -> bool:
+    """Return whether the rewards of held-out responses can be shaped as the update shapes them.
+
+    Whitened rewards depend on a whole rollout, a KL needs its reference, and normalized rewards
+    moments that have seen one.
+    """
     moments = control.moments.get("rewards")
-    return moments is None or float(moments.count) > 0
+    has_penalty = algorithm.use_reference or not algorithm.use_kl_in_reward
+    is_known = moments is None or float(moments.count) > 0
+    return is_known and has_penalty and not algorithm.whiten_rewards
 
 
 def collect_predictions(

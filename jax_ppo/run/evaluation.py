@@ -57,7 +57,8 @@ def evaluate_policy(
     predictions: list[critic_quality.Predictions] = []
     forward = run.step_options.forward
     has_critic = forward.values and (state.critic is not None or forward.shared_trunk)
-    measures_critic = has_critic and critic_quality.knows_unit_of_rewards(state.control)
+    algorithm = run.config.algorithm
+    measures_critic = has_critic and critic_quality.knows_rewards(algorithm, state.control)
     key = run.sample_keys(Stream.EVALUATION, 0)
     address = {"seed": run.config.seed, "stream": "evaluation", "step": 0}
 

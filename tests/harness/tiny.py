@@ -239,11 +239,12 @@ def pack_batch(config, mesh, rollout, rows):
     return jax.tree.map(lambda x: x[0], batches)
 
 
-def score_rollout(config, mesh, state, rollout, rows=2, nets=None):
+def score_rollout(config, mesh, state, rollout, rows=2, nets=None, changes=()):
     """Return the sequences of a rollout and what forward passes over them compute."""
     batch = pack_batch(config, mesh, rollout, rows)
     sequences = forward_passes.join_sequences(rollout, config.sequence_length)
     options = forward_passes.ForwardOptions.from_config(config)
+    options = dataclasses.replace(options, **dict(changes))
     arguments = nets or networks(config), state, sequences, (batch.packing, batch.counts)
     return sequences, forward_passes.run_forward_passes(options, *arguments)
 

@@ -1,20 +1,19 @@
 """Figures of the critic on held-out responses."""
 
 import dataclasses
+import types
 
+import jax
 import numpy as np
 import pytest
 
 import tiny
 from jax_ppo.config import loading
-from jax_ppo.kernels.masked_statistics import update_moments
-from jax_ppo.run import ppo_training
-from jax_ppo.run.critic_quality import (
-    Predictions,
-    collect_predictions,
-    describe_critic,
-    knows_unit_of_rewards,
-)
+from jax_ppo.kernels.masked_statistics import empty_moments, update_moments
+from jax_ppo.ppo.step_parts import StepOptions
+from jax_ppo.run import critic_quality, ppo_training
+from jax_ppo.run.critic_quality import Predictions, collect_predictions, describe_critic
+from jax_ppo.runtime import placement, sharding
 from jax_ppo.training.control import first_control
 from whole_run import read_lines
 
@@ -49,14 +48,52 @@ def test_equal_returns_leave_no_variance_to_explain():
     assert describe_critic([by_rounding])["explained_variance"] == 0
 
 
+def knows_rewards(moments=None, **options):
+    config = tiny.config(**options)
+    control = first_control(config.algorithm.kl_ctrl, config.reward, config.critic)
+    if moments is not None:
+        control = dataclasses.replace(control, moments={"rewards": moments})
+    return critic_quality.knows_rewards(config.algorithm, control)
+
+
 def test_returns_have_no_unit_before_the_moments_have_seen_a_reward():
-    plain, normalized = (
-        first_control(config.algorithm.kl_ctrl, config.reward, config.critic)
-        for config in (tiny.config(), tiny.config(reward__normalize="running"))
+    assert knows_rewards() and not knows_rewards(reward__normalize="running")
+    seen = update_moments(empty_moments(), np.ones(2), np.ones(2, bool))
+    assert knows_rewards(seen, reward__normalize="running")
+
+
+def test_returns_of_rewards_that_only_a_rollout_shapes_are_not_compared():
+    """Whitened ones, in which the critic's values are, and a KL whose reference is missing."""
+    assert not knows_rewards(algorithm__whiten_rewards=True)
+    config = tiny.config(algorithm__use_kl_in_reward=True)
+    control = first_control(config.algorithm.kl_ctrl, config.reward, config.critic)
+    without = dataclasses.replace(config.algorithm, use_reference=False)
+    assert critic_quality.knows_rewards(config.algorithm, control)
+    assert not critic_quality.knows_rewards(without, control)
+
+
+def test_a_policy_that_equals_its_reference_has_no_kl_at_any_temperature_of_evaluations():
+    """The sampler's log-probs, here 0, are not at the temperature of training."""
+    config = tiny.config(
+        rollout__reuse_logprobs="always",
+        algorithm__use_kl_in_reward=True,
+        algorithm__kl_ctrl__kl_coef=1.0,
     )
-    assert knows_unit_of_rewards(plain) and not knows_unit_of_rewards(normalized)
-    seen = update_moments(normalized.moments["rewards"], np.ones(2), np.ones(2, bool))
-    assert knows_unit_of_rewards(dataclasses.replace(normalized, moments={"rewards": seen}))
+    mesh = tiny.make_mesh()
+    with jax.set_mesh(mesh):
+        state, rollout = tiny.make_state(config, mesh), tiny.make_rollout(mesh)
+
+        def run_forward_passes(state, batch, rollout, **changes):
+            return tiny.score_rollout(config, mesh, state, rollout, changes=changes)
+
+        run = types.SimpleNamespace(
+            step_options=StepOptions(config), run_forward_passes=run_forward_passes
+        )
+        batch = types.SimpleNamespace(examples=range(tiny.B), count=tiny.B)
+        rules = types.SimpleNamespace(steps=None)
+        rewards = placement.place(np.ones(tiny.B, np.float32), sharding.rows(mesh))
+        predicted = critic_quality.predict_returns(run, state, batch, rollout, rules, rewards)
+    np.testing.assert_array_equal(predicted.returns, 1)
 
 
 def test_a_token_is_in_the_tenth_of_its_response_that_its_own_tokens_reach():
