@@ -10,7 +10,7 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-from jax_ppo.config import config_files, loading, parsing, reference
+from jax_ppo.config import config_files, loading, reference
 from jax_ppo.config.option import COMMANDS
 from jax_ppo.config.schema import Config, all_options, flatten_options, options_by_name
 from jax_ppo.config.suggestions import explain_peer_option, suggest_option
@@ -152,13 +152,6 @@ def _refuse_misplaced_option(name: str, written: str, expected: str) -> None:
 
 def _read_value(name: str, value: str, *, has_value: bool) -> Any:
     option = loading.find_option(name)
-    takes_list = option.facts.is_list or option.facts.is_json
-    if option.value_type is str and not takes_list and parsing.is_bracketed(value):
-        items = parsing.split_items(value)
-        raise UserError(
-            f"config.{name}={value!r}: lists are written as one text, "
-            f"--config.{name}={','.join(items)}"
-        )
     if not has_value:
         if option.value_type is not bool:
             raise UserError(f"config.{name}: write --config.{name}=VALUE, with the =")
