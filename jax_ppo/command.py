@@ -129,7 +129,7 @@ def _run_date(model_path: str, folder: Path, evaluates: bool) -> str:
     """Return the date of the first start of this, or the evaluated, run; or today's."""
     from jax_ppo.runtime import work_directory
 
-    path = Path(model_path)
+    path = Path(model_path).expanduser()
     runs = [folder] if work_directory.has_checkpoints(folder) else []
     if evaluates:
         runs = [path, path.parent, path.parent.parent]

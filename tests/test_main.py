@@ -173,7 +173,8 @@ def test_a_run_and_its_evaluations_keep_the_date_of_the_first_start(tmp_path, mo
     (run / "checkpoints" / "2").mkdir(parents=True)
     assert date(run, "2026-02-05") == "2026-02-04"
     assert date(run, "2026-02-05", data__date="2026-01-01") == "2026-01-01", "refused on resume"
-    for path in (run, run / "checkpoints" / "2", run / "actor", run / "best" / "actor"):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for path in (run, run / "checkpoints" / "2", "~/run/actor", run / "best" / "actor"):
         found = date(tmp_path / "evaluation", "2026-02-06", True, model__path=str(path))
         assert found == "2026-02-04", path
     assert date(tmp_path / "evaluation", "2026-02-06", True, model__path="A/B") == "2026-02-06"

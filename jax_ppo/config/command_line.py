@@ -15,7 +15,7 @@ from jax_ppo.config.option import COMMANDS
 from jax_ppo.config.schema import Config, all_options, flatten_options, options_by_name
 from jax_ppo.config.suggestions import explain_peer_option, suggest_option
 from jax_ppo.errors import UserError, counted, named_file
-from jax_ppo.storage import remote
+from jax_ppo.storage import local_files, remote
 
 EXAMPLES = {"sft": "hh_rlhf_sft", "reward_model": "hh_rlhf_reward"}  # of others: arithmetic
 USAGE = """\
@@ -77,11 +77,11 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
         raise UserError(f"--config: must be given, for example --config={example}")
     values = loading.read_config_file(file, command)
     config = loading.override_options(values, overrides, command)
-    workdir: str | Path = Path(workdir_value or default_workdir(config.experiment_name, command))
     if remote.is_address(workdir_value):
         remote.validate_address(workdir_value, "--workdir", schemes=("gs",))
-        workdir = workdir_value
-    return config, workdir
+        return config, workdir_value
+    workdir = workdir_value or default_workdir(config.experiment_name, command)
+    return config, local_files.expand_local_path(workdir, "--workdir")
 
 
 def default_workdir(experiment_name: str, command: str) -> str:

@@ -142,6 +142,7 @@ def enable_cache(option: str, report: Callable[[str], None]) -> None:
         jax.config.update("jax_enable_compilation_cache", False)
         return
     if "://" not in folder:
+        folder = os.path.expanduser(folder)
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
             # That the folder exists is not enough: it may be read-only.

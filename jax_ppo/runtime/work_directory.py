@@ -33,9 +33,9 @@ _lost_runs: dict[Path, str] = {}  # how a run that left its lock in the folder h
 
 
 def validated(workdir: str | Path) -> str | Path:
-    """Return the work directory as an address or a path; raise `UserError` for a wrong address."""
+    """Return the work directory as an address or a path; raise `UserError` for a wrong one."""
     if not remote.is_address(str(workdir)):
-        return Path(workdir)
+        return local_files.expand_local_path(str(workdir), "--workdir")
     remote.validate_address(str(workdir), "--workdir", schemes=("gs",))
     return str(workdir)
 

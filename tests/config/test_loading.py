@@ -304,8 +304,8 @@ def test_overrides_and_argument(config_file):
     )
     assert options.data.shuffle is False and options.algorithm.whiten_rewards is True
     assert str(workdir) == "output/named"
-    arguments = ["train", f"--config={config_file}", "--workdir", "here"]
-    assert str(command_line.read_command_line(arguments)[1]) == "here"
+    arguments = ["train", f"--config={config_file}", "--workdir", "~/here"]
+    assert command_line.read_command_line(arguments)[1] == pathlib.Path.home() / "here"
 
 
 def test_only_what_trains_needs_training_data(config_file):

@@ -142,7 +142,7 @@ def run_two(folders, coordinator_address):
     return [[line for line in own if not line.startswith("[Gloo]")] for own in lines]
 
 
-def test_an_evaluation_does_not_write_to_the_folder_of_a_training_run(tmp_path):
+def test_an_evaluation_does_not_write_to_the_folder_of_a_training_run(tmp_path, monkeypatch):
     """Regression: it replaced the run's metrics and deleted its responses."""
     import tiny
 
@@ -151,8 +151,9 @@ def test_an_evaluation_does_not_write_to_the_folder_of_a_training_run(tmp_path):
         with command.prepared_run(tiny.config(), tmp_path, evaluates=True):
             pytest.fail("it was prepared")
     assert not (tmp_path / "config.json").exists()
-    with command.prepared_run(tiny.config(), tmp_path / "evaluation", evaluates=True):
-        pass
+    monkeypatch.setenv("HOME", str(tmp_path))  # a shell leaves --workdir=~/evaluation as it is
+    with command.prepared_run(tiny.config(), "~/evaluation", evaluates=True) as (_, folder):
+        assert folder == tmp_path / "evaluation"
 
 
 @pytest.mark.slow
