@@ -24,6 +24,10 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 SMOKE = "smoke"  # the argument that every file takes
 _SMOKE_BATCH = 8  # prompts
 _SMOKE_RESPONSE = 24  # tokens
+_TEXTS_OF_DATA = ["instruction", "system_prompt", "prompt_template", "chat_template_kwargs"]
+_TEXTS_OF_DATA += ["prompt_key", "ground_truth_key"]
+_SHAPING = ["normalize", "clip", "missing_eos_penalty", "overlong_buffer_len"]
+_SHAPING += ["overlong_penalty_factor", "length_penalty"]
 
 
 def shipped_folder(name: str = "configs") -> Path:
@@ -140,19 +144,24 @@ def shrink(config: "ml_collections.ConfigDict", defaults: "ml_collections.Config
         val_batch_size=16,
         max_prompt_length=48,
         max_response_length=_SMOKE_RESPONSE,
-        instruction="",
-        system_prompt="",
-        prompt_template="",
+        train_max_samples=None,
+        **dict.fromkeys(_TEXTS_OF_DATA, ""),
     )
     config.actor.ppo_mini_batch_size = max(1, _SMOKE_BATCH // mini_batches)
-    config.model.path = ""
-    config.critic.path = ""
-    config.model.tokenizer_path = ""
-    config.model.dtype = "float32"
-    # The built-in rule of the problems replaces any other reward.
-    config.reward.update(function="", terms="", url="", model_path="")
+    if config.model.lora.path:
+        config.model.lora.update(path="", rank=8)
+    config.model.update(path="", tokenizer_path="", dtype="float32")
+    config.critic.update(path="", keep_head=None, router_aux_loss_coef=0.0)
+    config.actor.update(router_aux_loss_coef=0.0, router_replay=defaults.actor.router_replay)
+    config.reference.path = ""
+    config.teacher, config.score = defaults.teacher, defaults.score
+    # The built-in rule of the problems replaces any other reward, but not what shapes scores.
+    shaping = {name: config.reward[name] for name in _SHAPING}
+    config.reward = defaults.reward
+    config.reward.update(shaping)
     config.reward.overlong_buffer_len = min(config.reward.overlong_buffer_len, _SMOKE_RESPONSE // 3)
     config.rollout.n = min(config.rollout.n, 4)
+    config.rollout.keep = config.rollout.keep and min(config.rollout.keep, 2)
     config.mesh = defaults.mesh
     config.rollout.mesh = defaults.rollout.mesh
     config.packing = defaults.packing

@@ -148,12 +148,23 @@ def test_an_override_meets_what_a_file_has_in_its_place(returned, override, mess
         assert option_value(config, override) == 2
 
 
-def test_the_smoke_form_replaces_a_list_of_files(tmp_path):
+def test_the_smoke_form_replaces_data_and_models_with_what_belongs_to_them(tmp_path):
     file = tmp_path / "file.py"
-    file.write_text(
-        "def get_config():\n    return {'data': {'train_files': ['a.json', 'b.json']}}\n"
-    )
-    assert loading.load_config(f"{file}:smoke").data.train_files == "arithmetic:64"
+    options = {
+        "data": {"train_files": ["a.json", "b.json"], "prompt_key": "text"},
+        "model": {"path": "m", "lora": {"path": "adapters"}},
+        "critic": {"path": "c", "keep_head": True},
+        "reference": {"path": "r"},
+        "teacher": {"path": "t", "loss_coef": 0.5},
+        "rollout": {"n": 16, "keep": 8},
+        "reward": {"model_path": "rm", "max_length": 64, "clip": 5.0},
+    }
+    file.write_text(f"def get_config():\n    return {options}\n")
+    smoke = loading.load_config(f"{file}:smoke")
+    assert (smoke.data.train_files, smoke.data.prompt_key) == ("arithmetic:64", "")
+    models = (smoke.model.lora.path, smoke.reference.path, smoke.teacher.path)
+    assert models == ("", "", "") and smoke.has_adapters
+    assert (smoke.reward.max_length, smoke.reward.clip, smoke.rollout.keep) == (None, 5.0, 2)
 
 
 def test_a_file_imports_the_module_beside_it_and_not_that_of_another_folder(tmp_path):
