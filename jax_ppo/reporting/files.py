@@ -9,6 +9,7 @@ import json
 import math
 import os
 import platform
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -89,8 +90,7 @@ def write_samples(workdir: Path, kind: str, step: int, records: list[dict[str, A
 
 def read_samples(workdir: Path) -> Iterator[tuple[str, int, list[dict[str, Any]]]]:
     """Yield kind, step and records of each file, by step; `UserError` if it is not JSON lines."""
-    for path in sorted((workdir / SAMPLES_FOLDER).glob("*_*.jsonl"), key=_step_and_kind):
-        step, kind = _step_and_kind(path)
+    for step, kind, path in sorted(_sample_files(workdir)):
         records = []
         # The bytes of a line at a time: its number is that of an error.
         for number, line in enumerate(path.read_bytes().splitlines(), 1):
@@ -105,11 +105,13 @@ def read_samples(workdir: Path) -> Iterator[tuple[str, int, list[dict[str, Any]]
 
 def drop_samples_after(workdir: Path, step: int) -> None:
     """Delete the files of later steps, which a resumed run computes again."""
-    for path in (workdir / SAMPLES_FOLDER).glob("*_*.jsonl"):
-        if _step_and_kind(path)[0] > step:
+    for last_step, _, path in _sample_files(workdir):
+        if last_step > step:
             work_directory.remove_file(path)
 
 
-def _step_and_kind(path: Path) -> tuple[int, str]:
-    kind, _, step = path.stem.rpartition("_")
-    return int(step), kind
+def _sample_files(workdir: Path) -> Iterator[tuple[int, str, Path]]:
+    """Yield step, kind and path of each file of samples; the user may keep others beside them."""
+    for path in (workdir / SAMPLES_FOLDER).glob("*.jsonl"):
+        if name := re.fullmatch(r"(training|evaluation)_(\d{6,})", path.stem, re.ASCII):
+            yield int(name[2]), name[1], path

@@ -26,8 +26,12 @@ def test_a_number_that_json_does_not_have_is_null(tmp_path):
 def test_a_resumed_run_drops_what_it_computes_again(tmp_path):
     for step in (1, 5, 6):
         write_samples(tmp_path, "training", step, [{}])
+    kept = {f"{name}.jsonl" for name in ("notes_2024", "training_good")}  # the user's
+    for name in kept:
+        (tmp_path / "rollouts" / name).touch()
     drop_samples_after(tmp_path, 5)
     assert [step for _, step, _ in read_samples(tmp_path)] == [1, 5]
+    assert kept < {path.name for path in (tmp_path / "rollouts").iterdir()}
 
 
 @pytest.mark.parametrize("content", [b"{}\n{\n", b"{}\n\xff\n"])
