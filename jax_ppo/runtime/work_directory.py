@@ -144,7 +144,7 @@ def bucket_of(folder: Path) -> BucketFolder | None:
 @contextlib.contextmanager
 def _locked(workdir: Path, report: _Report) -> Iterator[None]:
     """Create the folder and hold its lock; raise `UserError` if another run holds it."""
-    _refuse_model(workdir)
+    _refuse_foreign_config(workdir)
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         file = (workdir / LOCK_FILE).open("a+")
@@ -202,14 +202,14 @@ def _format_time(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds).astimezone().isoformat(" ", "seconds")
 
 
-def _refuse_model(workdir: Path) -> None:
-    config = {}
+def _refuse_foreign_config(workdir: Path) -> None:
+    config = {"experiment_name": ""}
     with contextlib.suppress(OSError, ValueError):
         config = json.loads((workdir / "config.json").read_text(encoding="utf-8"))
-    if "model_type" in config:
+    if not isinstance(config, dict) or "experiment_name" not in config:
         raise UserError(
-            f"--workdir={workdir}: holds a model, whose config.json the run would replace; give "
-            "another --workdir"
+            f"--workdir={workdir}: holds a config.json that is not a run's (a model's?), which the "
+            "run would replace; give another --workdir"
         )
 
 

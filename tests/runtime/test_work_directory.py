@@ -185,16 +185,17 @@ NO_FOLDER = "odd: is a file, or a link to nothing; expected a folder"
         ("link", NO_FOLDER),
         ("file", NO_FOLDER),
         ("inside a file", "odd/inside: cannot be written to: Not a directory"),
-        ("model", "odd: holds a model, whose config.json the run would replace"),
+        ("model", "odd: holds a config.json that is not a run's"),
+        ("program", "odd: holds a config.json that is not a run's"),
     ],
 )
 def test_what_cannot_be_a_work_directory_is_named(kind, message, tmp_path):
     path = tmp_path / "odd"
     if kind == "link":
         path.symlink_to(tmp_path / "nowhere")
-    elif kind == "model":
+    elif kind in ("model", "program"):
         path.mkdir()
-        (path / "config.json").write_text('{"model_type": "llama"}')
+        (path / "config.json").write_text('{"model_type": "llama"}' if kind == "model" else "[1]")
     else:
         path.touch()
     with pytest.raises(UserError, match=message):
