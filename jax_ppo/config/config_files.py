@@ -77,6 +77,7 @@ def call_get_config(value: str) -> "ml_collections.ConfigDict":
         )
     module = importlib.util.module_from_spec(spec)
     modules = set(sys.modules)
+    sys.modules[spec.name] = module  # dataclasses in it look themselves up there
     try:
         with folder_importable(path.parent):
             spec.loader.exec_module(module)

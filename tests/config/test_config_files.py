@@ -173,6 +173,9 @@ def test_a_file_imports_the_module_beside_it_and_not_that_of_another_folder(tmp_
         folder.mkdir()
         (folder / "jax_ppo_test_sizes.py").write_text(f"EPOCHS = {size}\n")
         (folder / "file.py").write_text(
+            "from __future__ import annotations\n"  # dataclasses look their module up
+            "import dataclasses\n"
+            "@dataclasses.dataclass\nclass Part:\n    size: int = 1\n"
             "def get_config():\n"
             "    from jax_ppo_test_sizes import EPOCHS\n"
             "    actor = {'ppo_epochs': EPOCHS}\n"
