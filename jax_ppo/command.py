@@ -148,7 +148,7 @@ def _explain_write_error(error: OSError, folder: Path, workdir: str | Path) -> U
     written = path.name or "a file of the run"
     if local_files.is_disk_full(error):
         return local_files.disk_full_error(folder, written)
-    if folder not in path.parents:
+    if not path.name or folder.absolute() not in path.absolute().parents:
         return None
     return UserError(
         f"--workdir={workdir}: {written} cannot be written or read: {error.strerror}; restore the "

@@ -91,7 +91,7 @@ def test_an_error_of_the_run_is_raised_in_place_of_that_of_a_save(tmp_path, monk
         raise UserError("row 7 of the data")
 
 
-def test_any_file_of_the_run_that_does_not_fit_is_one_line(tmp_path):
+def test_any_file_of_the_run_that_does_not_fit_is_one_line(tmp_path, monkeypatch):
     import tiny
 
     with (
@@ -101,8 +101,10 @@ def test_any_file_of_the_run_that_does_not_fit_is_one_line(tmp_path):
     ):
         file.write("metrics")
         file.flush()
-    gone = f"--workdir={tmp_path}: y cannot be written or read: No such file or directory; restore"
-    with pytest.raises(UserError, match=gone), command.prepared_run(tiny.config(), tmp_path):
+    monkeypatch.chdir(tmp_path.parent)  # as output/NAME, where Orbax names files by whole paths
+    name = tmp_path.name
+    gone = f"--workdir={name}: y cannot be written or read: No such file or directory; restore"
+    with pytest.raises(UserError, match=gone), command.prepared_run(tiny.config(), name):
         shutil.rmtree(tmp_path)
         (tmp_path / "y").write_text("")
     for arguments in ((), (errno.ENOENT, "", 7), (errno.ENOENT, "", b"x")):
