@@ -134,7 +134,8 @@ def _run_date(model_path: str, folder: Path, evaluates: bool) -> str:
     if evaluates:
         runs = [path, path.parent, path.parent.parent]
     for run in runs:
-        with contextlib.suppress(OSError, ValueError, KeyError):  # a model's has no `data`
+        # A model's has no `data`, and that of another program any.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             return str(json.loads((run / "config.json").read_text())["data"].get("date", ""))
     return datetime.date.today().isoformat()
 

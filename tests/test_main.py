@@ -177,6 +177,8 @@ def test_a_run_and_its_evaluations_keep_the_date_of_the_first_start(tmp_path, mo
     for path in (run, run / "checkpoints" / "2", "~/run/actor", run / "best" / "actor"):
         found = date(tmp_path / "evaluation", "2026-02-06", True, model__path=str(path))
         assert found == "2026-02-04", path
-    assert date(tmp_path / "evaluation", "2026-02-06", True, model__path="A/B") == "2026-02-06"
+    (tmp_path / "config.json").write_text('{"data": ["of another program"]}')
+    for path in ("A/B", "~/model"):
+        assert date(tmp_path / "evaluation", "2026-02-06", True, model__path=path) == "2026-02-06"
     (run / "config.json").write_text('{"experiment_name": "", "data": {}}')
     assert date(run, "2026-02-05") == "", "a run from before dates were kept writes today's"
