@@ -352,6 +352,11 @@ def test_names_of_verls_own_pages_are_answered(name, answer, capsys):
         ("openrlhf", "--reward.clip_range -5 5", {"reward.clip": "5"}),
         (
             "openrlhf",
+            "--eval_n_samples_per_prompt 4 --eval_dataset x",
+            {"rollout.val_kwargs.n": "4", "rollout.val_kwargs.temperature": "0.6"},
+        ),
+        (
+            "openrlhf",
             "--actor.adam.betas 0.9 0.95 --critic.adam.lr 9e-6",
             {"actor.optim.beta1": "0.9", "actor.optim.beta2": "0.95", "critic.optim.lr": "9e-6"},
         ),
