@@ -128,8 +128,9 @@ def prepared_run(
 def _run_date(model_path: str, folder: Path, evaluates: bool) -> str:
     """Return the date of the first start of this, or the evaluated, run; or today's."""
     from jax_ppo.runtime import work_directory
+    from jax_ppo.storage.local_files import expand_local_path
 
-    path = Path(model_path).expanduser()
+    path = expand_local_path(model_path, "config.model.path")
     runs = [folder] if work_directory.has_checkpoints(folder) else []
     if evaluates:
         runs = [path, path.parent, path.parent.parent]

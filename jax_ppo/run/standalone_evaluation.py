@@ -22,6 +22,7 @@ from jax_ppo.data import sources
 from jax_ppo.errors import UserError
 from jax_ppo.models.hf import peft
 from jax_ppo.models.hf.fields import read_json_object
+from jax_ppo.models.hf.model_folders import resolve_model_folder
 from jax_ppo.models.hf.save import VALUE_UNIT
 from jax_ppo.reporting import console
 from jax_ppo.run.build import build_run
@@ -104,7 +105,7 @@ def try_policy(config: Config, count: int) -> tuple[list[dict[str, Any]], str]:
 
 def find_checkpoint(model_path: str) -> Path | None:
     """Return the checkpoint of a run that a path names, `None` if it names something else."""
-    path = Path(model_path)
+    path = local_files.expand_local_path(model_path, "config.model.path")
     # Other models may be in a folder of this name, too.
     is_step = path.name.isdecimal() and path.parent.name == local_files.CHECKPOINTS
     return path if is_step and path.is_dir() else None
@@ -112,7 +113,7 @@ def find_checkpoint(model_path: str) -> Path | None:
 
 def with_exported_actor(model: Model) -> Model:
     """Return the section with the exported actor, if its path is a run's work directory."""
-    path = Path(model.path)
+    path = local_files.expand_local_path(model.path, "config.model.path")
     if model.path and (path / "actor" / "config.json").exists():
         return dataclasses.replace(model, path=str(path / "actor"))
     if model.path and (path / "training_metrics.csv").exists():
@@ -132,7 +133,7 @@ def with_exported_models(model: Model, critic: Critic, has_critic: bool) -> tupl
 
     Adapters of a critic are on the base of the actor's: it is then not the merged actor.
     """
-    exported = Path(model.path) / "critic"
+    exported = local_files.expand_local_path(model.path, "config.model.path") / "critic"
     path = critic.path
     if not path and exported.is_dir() and has_critic:
         path = str(exported)
@@ -146,7 +147,8 @@ def with_exported_models(model: Model, critic: Critic, has_critic: bool) -> tupl
             lora = LoraOptions(path=str(adapter))
             model = dataclasses.replace(model, path=base, lora=lora)
     # Exported, it is a separate model, which knows the unit of its values.
-    normalizes = critic.normalize_values or (Path(path) / VALUE_UNIT).exists()
+    folder = resolve_model_folder(path, "config.critic.path") if path else Path()
+    normalizes = critic.normalize_values or (folder / VALUE_UNIT).exists()
     critic = dataclasses.replace(
         critic, path=path, shared_trunk=False, normalize_values=bool(path) and normalizes
     )

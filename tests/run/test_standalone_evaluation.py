@@ -42,11 +42,12 @@ def test_options_of_a_run_that_are_gone_are_named(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[0].endswith(line)
 
 
-def test_a_run_without_an_export_is_refused_with_its_newest_checkpoint(tmp_path):
+def test_a_run_without_an_export_is_refused_with_its_newest_checkpoint(tmp_path, monkeypatch):
     """Regression: its config.json was read as that of a model."""
+    monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "training_metrics.csv").write_text("step\n")
-    config = tiny.config(model__path=str(tmp_path), data__val_files="arithmetic:4:heldout")
+    config = tiny.config(model__path="~", data__val_files="arithmetic:4:heldout")
     with pytest.raises(UserError, match="has not exported its model; it has no checkpoint either"):
         evaluate_model(config, tmp_path / "evaluation")
     for step in (8, 12):
@@ -75,7 +76,9 @@ def test_a_model_in_a_folder_called_checkpoints_is_no_checkpoint_of_a_run(tmp_pa
 
 
 @pytest.mark.parametrize(("revision", "base"), [(None, "/models/base"), ("v2", "/models/base@v2")])
-def test_exported_adapters_of_a_critic_are_read_on_their_base(revision, base, tmp_path):
+def test_exported_adapters_of_a_critic_are_read_on_their_base(
+    revision, base, tmp_path, monkeypatch
+):
     """Regression: a run with adapters could not be scored by the critic it exported."""
     described = {"base_model_name_or_path": "/models/base", "revision": revision}
     for name in ("adapter", "critic"):
@@ -93,6 +96,11 @@ def test_exported_adapters_of_a_critic_are_read_on_their_base(revision, base, tm
     (tmp_path / "adapter" / "adapter_config.json").unlink()
     model, _ = standalone_evaluation.with_exported_models(config.model, config.critic, True)
     assert (model.path, model.lora.rank) == (str(tmp_path / "actor"), 4)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "critic" / "value_unit.json").write_text("{}")
+    options = dataclasses.replace(config.critic, path="~/critic")
+    _, critic = standalone_evaluation.with_exported_models(config.model, options, True)
+    assert critic.normalize_values, "its unit is that of the file"
 
 
 def test_a_reward_function_that_fails_on_everything_gives_no_figures():
