@@ -5,7 +5,7 @@ in linear time, and compared as exact numbers.
 
 A number has an optional sign and currency and is one of
 
-    decimal    42  .5  1,234.50  1 000  1'000  1,00,000
+    decimal    42  .5  1,234.50  1{,}234  1 000  1'000  1,00,000
     exponent   1.5e3  1.5 x 10^3
     fraction   3/4  and, with a whole part, 1 1/2
     time       12:30  7:05:30  3:15 pm
@@ -27,7 +27,7 @@ CLIP = 300  # characters at the end of a response that are searched for an answe
 LONGEST_NUMBER = 60  # characters of a ground truth
 
 _INTEGER = (
-    r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,2}(?:,\d{2})+,\d{3}(?!\d)"
+    r"(?:\d{1,3}(?:(?:,|\{,\}|,\\!)\d{3})+(?!\d)|\d{1,2}(?:,\d{2})+,\d{3}(?!\d)"
     r"|\d{1,3}(?:[ '\u00a0\u2009\u202f]\d{3})+(?![\d-])|\d+)"
 )
 _DECIMAL = rf"(?:{_INTEGER}(?:\.\d+)?|\.\d+)"
@@ -58,7 +58,7 @@ _NO_UNITS = frozenset(
 _STRICT = re.compile(r"#### (?=([-\u2212]?[0-9.,][^\n]*))")
 _LAST_LINE = re.compile(r"#### -?\d+\s*\Z")
 _BLANK = re.compile("[ \u00a0\u2009\u202f]")
-_GROUPING = re.compile(r"[,' \u00a0\u2009\u202f]")
+_GROUPING = re.compile(r"[,'{}\\! \u00a0\u2009\u202f]")
 
 
 class Quantity(NamedTuple):

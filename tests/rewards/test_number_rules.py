@@ -37,6 +37,7 @@ ANSWERS = [
     ("#### ,", None, None),
     ("it costs $1,234.50 in all.", None, "1234.50"),
     ("-$3", None, "-3"),
+    ("$18{,}000$ or $18,\\!500$", None, "18500"),
     ("he has 10-3 left", None, "3"),
     ("3 and (2)-1", None, "1"),
     ("it is .5", None, ".5"),
