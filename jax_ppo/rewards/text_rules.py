@@ -13,11 +13,12 @@ from jax_ppo.thoughts import after_thinking
 # upper-case and no article. "A or B" is none.
 _LETTER = (
     r"(?:([A-Za-z])(?!\s*[,/&]\s*\(?[A-Z]\b)(?=[\s*_`$\"'\])}]*(?:[.,:;!?)\]}。，]|\n|\Z))"
-    r"|([B-HJ-Z])(?=\s+(?!(?:or|and|is)\b)\w)|([AI])(?=\s+(?:because|since|as|due)\b))"
+    r"|([B-HJ-Z])(?=[*_`$\"'\])}]*\s+(?!\(?(?:or|and|is)\b)[\w(–—-])"
+    r"|([AI])(?=[*_`$\"'\])}]*\s+(?:(?:because|since|as|due)\b|[(–—-](?!or\b))))"
 )
 _OPENING = r"(?:[\s*_`$\"'(\[{]|\\(?:text|math)(?:bf|rm)?\{)*(?:(?:option|choice)\s+\(?)?"
 _STATED_CHOICE = re.compile(
-    r"(?:(?:\banswer(?:\s+is)?|\b(?:option|choice)\s+is|答案[是为]?)\s*[:：]?|####|\\boxed)"
+    r"(?:(?:\banswer(?:\s+is)?|\b(?:option|choice)\s+is|故选|答案[是为选]?)\s*[:：]?|####|\\boxed)"
     rf"{_OPENING}(?-i:{_LETTER})"
     r"|\b(?-i:([A-Z]))\)?\s+is\s+(?:the\s+)?(?:correct|right|best|answer)\b",
     re.IGNORECASE,
@@ -26,7 +27,9 @@ _CHOICES = (
     _STATED_CHOICE,
     re.compile(r"\(([A-Za-z])\)"),
     re.compile(r"(?<!\bor )(?<!\band )(?<!\bnot )(?<![A-Z], )(?<![A-Z][,/&])\b([A-Z])\W*\Z"),
-    re.compile(r"\A\s*([A-Z])[.):]\s[^\n]*\Z"),  # the whole response is an option with its text
+    re.compile(
+        r"\A[\s*]*([A-Z])[.):]\**\s[^\n]*\s*\Z"
+    ),  # the whole response is an option with its text
 )
 _WHOLE_CHOICE = re.compile(r"[\s*(\[]*([A-Za-z])[\s*]*(?:[.):\]].*)?\Z", re.DOTALL)
 _FENCE = re.compile(r"\A```(?:json)?\s*\n(.*)\n```\Z", re.DOTALL)
