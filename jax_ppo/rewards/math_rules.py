@@ -17,7 +17,8 @@ MAX_ANSWER = 500  # characters; a longer answer is not compared
 _TOKEN = re.compile(r"(\\(?:boxed|fbox)(?![a-zA-Z])\s*)(\{)?|\\.|[{}]", re.DOTALL)
 # What TeX puts into a box without braces, or a number.
 _UNBRACED = re.compile(r"-?\d+(?:[.,/]\d+)*|\\[a-z]+(?:\{[^{}]*\})+|[A-Za-z](?![A-Za-z])")
-_ANSWER_LINE = re.compile(r"answer[*_]*\s*[:：]\s*([^\n]+)", re.IGNORECASE)
+# Displayed mathematics may begin on the next line.
+_ANSWER_LINE = re.compile(r"answer[*_]*\s*[:：][\s*_]*(?:(?:\\\[|\$\$)\s*)?([^\n]+)", re.IGNORECASE)
 _TEXT_COMMAND = re.compile(r"\\(?:text|math|mbox)[a-z]*\s*\{([^{}]*)\}")
 _ARGUMENT = r"\s*(?:\{([^{}]*)\}|(\w))"
 _FRACTION = re.compile(rf"\\[dt]?frac{_ARGUMENT}{_ARGUMENT}")

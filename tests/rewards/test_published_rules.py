@@ -174,7 +174,9 @@ def test_answers_that_differ_are_not_made_equal(answer, truth, correct):
     assert not list(find_obstacles([Example("q", "math_dapo", truth)]))
 
 
-@pytest.mark.parametrize("form", ["**Answer**: 5", "__Answer__ : 5", "Answer：5"])
+@pytest.mark.parametrize(
+    "form", ["**Answer**: 5", "__Answer__ : 5", "Answer：5", "**Answer:**\n\\[\n5\n\\]"]
+)
 def test_a_marked_or_wide_colon_is_one(form):
     assert score_dapo(form, "5").correct
 
