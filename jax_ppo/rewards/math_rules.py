@@ -53,10 +53,11 @@ _SYMBOLS = str.maketrans(
         **{"½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}"},
         **{"¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "\u2212": "-", "×": r"\times "},
         **{"·": r"\cdot ", "π": r"\pi ", "∞": r"\infty ", "°": r"^{\circ}"},
+        **{"∅": r"\emptyset ", "~": " "},
     }
 )
 # Spacing and delimiters of LaTeX that do not change the meaning.
-_LAYOUT = re.compile(r"\\(?:left|right|[,;!:]|text(?=\{))|\$|\s+")
+_LAYOUT = re.compile(r"\\(?:left|right|[,;!:])|\$|\s+")
 
 
 def last_boxed(text: str) -> str | None:
@@ -132,6 +133,7 @@ def _write_latex(answer: str) -> str:
     """Return an answer with LaTeX for characters such as π, and for mixed numbers (1 1/2)."""
     answer = _ROOT_SIGN.sub(r"\\sqrt{\1\2}", answer)
     answer = _SUPERSCRIPT.sub(r"^{\g<0>}", answer).translate(_DIGITS).translate(_SYMBOLS)
+    answer = answer.replace(r"\varnothing", r"\emptyset")
     return _MIXED.sub(r"\1\\frac{\2}{\3}", answer)
 
 
@@ -170,7 +172,7 @@ def answers_agree(answer: str, ground_truth: str) -> bool:
 
 def _strip_layout(answer: str) -> str:
     """Return an answer without spacing, dollar signs and a final full stop."""
-    return _LAYOUT.sub("", answer).rstrip(".")
+    return _LAYOUT.sub("", _TEXT_COMMAND.sub(r"\1", answer)).rstrip(".")
 
 
 def _are_equal(answer: str, ground_truth: str) -> bool:
