@@ -102,7 +102,7 @@ def adapt_openrlhf(options: dict[str, str]) -> list[str]:
             )
     if options.get("actor.use_kl_loss") == "true":
         # OpenRLHF has one coefficient and one estimator, for the reward or for the loss.
-        options.pop("algorithm.use_kl_in_reward", None)
+        options["algorithm.use_kl_in_reward"] = "false"  # the base may have it
         for ours, in_loss in (
             ("algorithm.kl_ctrl.kl_coef", "actor.kl_loss_coef"),
             ("algorithm.kl_penalty", "actor.kl_loss_type"),

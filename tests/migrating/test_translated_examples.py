@@ -295,7 +295,8 @@ def test_openrlhf_counts_mini_batches_in_samples_and_has_one_kl_coefficient():
     assert options["trainer.save_freq"] == "10" and options["trainer.test_freq"] == "-1"
     in_loss = translate("openrlhf", OPENRLHF).options
     assert in_loss["actor.kl_loss_coef"] == "0.02" and in_loss["actor.kl_loss_type"] == "k2"
-    assert not [name for name in in_loss if name.startswith("algorithm.")]
+    in_reward = {name: x for name, x in in_loss.items() if name.startswith("algorithm.")}
+    assert in_reward == {"algorithm.use_kl_in_reward": "false"}, "hh_rlhf has it"
     # Without a reward model the critic begins as the policy.
     assert in_loss["reward.model_path"] == "" and in_loss["critic.path"] == "m"
     assert in_loss["model.attention"] == "auto" and in_loss["model.dtype"] == "bfloat16"
