@@ -25,7 +25,7 @@ VARIABLE = re.compile(rf"({_VARIABLE})", re.ASCII)
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 # Arguments that a shell fills in, "$@" and "${NAME[@]}", and what ends a command.
 _ARGUMENTS = re.compile(r"\$[@*]|\$\{(\w+)\[[@*]\]\}|\$\{@[^}]*\}")
-_END = re.compile(r"\d?&?>+\S*|\|{1,2}|&{1,2}|;")
+_END = re.compile(r"\d?&?>+\S*|\|{1,2}|&{1,2}|;|EOF")
 _MODULE = re.compile(r"(verl|openrlhf)(\.\w+)+")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ARITHMETIC = re.compile(r"\$\(\([^()]*\)\)")
@@ -63,7 +63,7 @@ def read_command(framework: str, text: str) -> PeerCommand:
     """
     if framework not in EXAMPLES:
         raise UserError(f"{framework}: expected one of {', '.join(EXAMPLES)}")
-    text = _read_script(framework, text.strip())
+    text = _read_script(framework, text.strip().rstrip("\\ \n"))
     try:
         joined = _ARITHMETIC.sub(lambda match: match[0].replace(" ", ""), text)
         # As a shell splits, without comments; within a word # begins none: ${NAME##*/}.
@@ -263,7 +263,7 @@ def _read_flags(before: list[str], after: list[str]) -> Iterator[tuple[str, str 
         if not equals:
             # A flag takes the words up to the next flag; one without any is a switch.
             values = itertools.takewhile(lambda word: not word.startswith("--"), after[index + 1 :])
-            value = ",".join(values) or "True"
+            value = ",".join(value.rstrip(",") for value in values) or "True"
         yield name.replace("-", "_"), value
 
 

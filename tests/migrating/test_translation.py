@@ -200,7 +200,7 @@ def test_a_shell_script_is_read_with_its_variables_and_lists(tmp_path):
 def test_forms_of_scripts_in_examples_are_read(framework, lines, expected, tmp_path):
     (tmp_path / "a.sh").write_text(lines)
     translated = translate(framework, str(tmp_path / "a.sh"))
-    assert translated.options == expected
+    assert translated.options == translate(framework, lines).options == expected
     assert not [note for note in translated.notes if "not an option" in note]
     assert ("$((N+2))" in " ".join(translated.notes)) == ("$((" in lines)
 
@@ -369,7 +369,7 @@ def test_names_of_verls_own_pages_are_answered(name, answer, capsys):
         ),
         (
             "trl",
-            "--lora_target_modules k_proj o_proj --use_peft",
+            '--lora_target_modules "k_proj", "o_proj" --use_peft',  # as TRL's documentation has it
             {"model.lora.targets": "k_proj,o_proj"},
         ),
     ],
