@@ -19,7 +19,9 @@ from jax_ppo.types import Example
 
 LONGEST = 64  # characters of an expression
 
-_EXPRESSION = re.compile(r"([\d.,+\-*/() $]+)=\s*\Z")
+# It begins at no operator or name that would have its first number as an operand.
+_EXPRESSION = re.compile(r"(?<![\w^%!)*/+.,$(-])([\d.,+\-*/() $]+)=\s*\Z")
+_TIMES = re.compile(r"(?<=[\d)])\s*[x×]\s*(?=[\d($])")
 _OPERATORS: dict[type[ast.AST], Callable[..., Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -49,13 +51,16 @@ def calculate(text: str) -> str:
     Numbers before the expression that are not part of it are ignored. Values are rounded to four
     decimal places.
     """
-    match = _EXPRESSION.search(text[-LONGEST:])
+    text = _TIMES.sub("*", text).replace("÷", "/").replace("\u2212", "-")
+    match = _EXPRESSION.search(text, max(0, len(text) - LONGEST))
     if match is None:
         return ""
     # Remove the commas of thousands and the dollar signs of prices.
     characters = re.sub(r"(?<=\d),(?=\d{3})|\$", "", match[1])
     words = characters.split()
-    for first in range(len(words)):
+    for first, word in enumerate(words):
+        if word in "+-" or (first and words[first - 1][-1] in "+-*/("):
+            continue
         try:
             value = _evaluate(ast.parse(" ".join(words[first:]), mode="eval").body)
         except (SyntaxError, ValueError, ZeroDivisionError):

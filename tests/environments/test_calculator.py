@@ -14,7 +14,7 @@ from jax_ppo.environments.calculator import Calculator, calculate
         ("(1/3)*2=", "0.6667"),
         ("0-7/2=", "-3.5"),
         ("1. 48/2=", "24"),  # the number of a step is no factor
-        ("In 5 days 3+5=", "8"),
+        ("In 5 days 3 x 4÷2=", "6"),
         ("99999999999999999+1=", "100000000000000000"),
     ],
 )
@@ -23,7 +23,22 @@ def test_the_value_of_the_expression_before_the_sign_is_written(text, value):
 
 
 @pytest.mark.parametrize(
-    "text", ["9/0=", "2**9=", "9//2=", "()=", "x=", "=", "3+5", "__import__('os')=", "3(4)="]
+    "text",
+    [
+        "9/0=",
+        "2**9=",
+        "9//2=",
+        "()=",
+        "x=",
+        "=",
+        "3+5",
+        "__import__('os')=",
+        "3(4)=",
+        "2^3=",
+        "20% * 50=",
+        "sqrt(16)+3=",
+        "x - 3=",
+    ],
 )
 def test_what_is_no_arithmetic_is_not_answered(text):
     assert calculate(text) == ""
