@@ -12,23 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from jax_ppo.runtime import backends
-from waiting import is_running, wait_until
 
 ROOT = pathlib.Path(__file__).parents[1]
-# A benchmark with one worker that never ends its turn.
-HANGING_BENCHMARK = """
-import sys, time
-import harness
-harness.__file__ = sys.argv[1]  # workers are in the same folder
-worker = harness.Worker("hangs", "hangs.py", {})
-print(worker.versions["process_id"], flush=True)
-worker.turn()
-"""
-HANGING_WORKER = """
-import json, os, time
-print(json.dumps({"versions": {"process_id": os.getpid()}}), flush=True)
-time.sleep(3600)
-"""
 
 
 @pytest.fixture
@@ -37,25 +22,6 @@ def harness(monkeypatch):
     import harness
 
     return harness
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="uses a feature of Linux")
-def test_a_killed_benchmark_leaves_no_workers(tmp_path):
-    """SIGKILL cannot be handled, so the system itself must end the workers."""
-    (tmp_path / "workers").mkdir()
-    (tmp_path / "workers" / "hangs.py").write_text(HANGING_WORKER)
-    launcher = ROOT / "benchmarks" / "end_with_parent.py"
-    (tmp_path / launcher.name).write_text(launcher.read_text())
-    with subprocess.Popen(
-        [sys.executable, "-c", HANGING_BENCHMARK, str(tmp_path / "harness.py")],
-        env=os.environ | {"PYTHONPATH": str(ROOT / "benchmarks")},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as benchmark:
-        worker = int(benchmark.stdout.readline())
-        assert is_running(worker)
-        benchmark.kill()
-    wait_until(lambda: not is_running(worker))
 
 
 def test_spread_contains_the_interquartile_range(harness):

@@ -116,13 +116,10 @@ def _as_config_dict(config: object, value: str) -> "ml_collections.ConfigDict":
 
 def _describe_error(error: BaseException, file: str | None) -> str:
     """Return the line of a configuration file, the type and the text of an exception."""
-    location = ""
+    location, text = "", str(error)
     if isinstance(error, SyntaxError) and error.filename:
-        text = error.msg
-        location = f"{error.filename}, line {error.lineno}: "
-    else:
-        text = str(error)
-        # The file's own line, not that of a library that it called.
+        location, text = f"{error.filename}, line {error.lineno}: ", error.msg
+    else:  # the file's own line, not that of a library that it called
         for frame in traceback.extract_tb(error.__traceback__):
             if frame.filename == file:
                 location = f"{file}, line {frame.lineno}: "

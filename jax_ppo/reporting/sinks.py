@@ -25,7 +25,6 @@ from jax_ppo.runtime import distributed
 MetricSink = Callable[[int, dict[str, float]], None]
 
 _OFFLINE = {"wandb": "; WANDB_MODE=offline keeps the record here, for `wandb sync` later"}
-_WAIT_SECONDS = 30  # for wandb's server, whose default is 90
 _MAX_PARAMETER = 500  # characters of an option's value in MLflow
 
 
@@ -260,7 +259,7 @@ def open_wandb(
         resume="allow",
         config=config_dict,
         dir=str(workdir),
-        settings={"init_timeout": _WAIT_SECONDS},
+        settings={"init_timeout": 30},  # seconds that it waits for its server; its default is 90
     )
     # wandb's own step cannot decrease, but a run's does when it resumes from a checkpoint, so it is
     # logged as one of the metrics.

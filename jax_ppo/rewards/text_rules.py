@@ -27,9 +27,8 @@ _CHOICES = (
     _STATED_CHOICE,
     re.compile(r"\(([A-Za-z])\)"),
     re.compile(r"(?<!\bor )(?<!\band )(?<!\bnot )(?<![A-Z], )(?<![A-Z][,/&])\b([A-Z])\W*\Z"),
-    re.compile(
-        r"\A[\s*]*([A-Z])[.):]\**\s[^\n]*\s*\Z"
-    ),  # the whole response is an option with its text
+    # The whole response is an option with its text.
+    re.compile(r"\A[\s*]*([A-Z])[.):]\**\s[^\n]*(?:\n\s*)?\Z"),
 )
 _WHOLE_CHOICE = re.compile(r"[\s*(\[]*([A-Za-z])[\s*]*(?:[.):\]].*)?\Z", re.DOTALL)
 _FENCE = re.compile(r"\A```(?:json)?\s*\n(.*)\n```\Z", re.DOTALL)

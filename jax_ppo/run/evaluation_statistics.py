@@ -34,28 +34,25 @@ def best_of_k(scores_PxN: np.ndarray, k: int) -> np.ndarray:
     return np.sort(scores_PxN, axis=1) @ chances
 
 
-def majority_at_k(correct_N: np.ndarray, answers_N: np.ndarray, sizes: list[int]) -> list[float]:
-    """Return the probability that the most frequent answer of k responses is right, for each k.
+def majority_at_k(correct_N: np.ndarray, answers_N: np.ndarray, k: int) -> float:
+    """Return the probability that the most frequent answer of k responses is right.
 
     Right responses agree, and wrong ones do where their answers are equal texts. Responses without
     an answer do not vote. Of equally frequent answers each is as likely to be chosen. (Wang et al.
     2022, 2203.11171; there k responses are sampled, here all subsets count.) Of N responses to one
-    prompt, `answers_N` are the answers, `None` for none; `sizes` are the k.
+    prompt, `answers_N` are the answers, `None` for none.
     """
     right = int(correct_N.sum())
     wrong = [answer for answer, is_right in zip(answers_N, correct_N, strict=True) if not is_right]
     wrong_votes = collections.Counter(answer for answer in wrong if answer is not None)
     silent = len(wrong) - wrong_votes.total()
-    largest = max(sizes)
-    wins = dict.fromkeys(sizes, 0.0)
-    for votes in range(1, min(right, largest) + 1):
-        ways = _ways_to_lose(list(wrong_votes.values()), votes, largest)
-        for k in [size for size in sizes if size >= votes]:
-            for ties, others in zip(*np.nonzero(ways[:, : k - votes + 1]), strict=True):
-                silent_ways = math.comb(silent, k - votes - int(others))
-                ways_to_win = math.comb(right, votes) * ways[ties, others] * silent_ways
-                wins[k] += ways_to_win / (ties + 1)
-    return [wins[k] / math.comb(len(correct_N), k) for k in sizes]
+    wins = 0.0
+    for votes in range(1, min(right, k) + 1):
+        ways = _ways_to_lose(list(wrong_votes.values()), votes, k)
+        for ties, others in zip(*np.nonzero(ways[:, : k - votes + 1]), strict=True):
+            silent_ways = math.comb(silent, k - votes - int(others))
+            wins += math.comb(right, votes) * ways[ties, others] * silent_ways / (ties + 1)
+    return wins / math.comb(len(correct_N), k)
 
 
 def _ways_to_lose(counts: list[int], votes: int, largest: int) -> np.ndarray:
@@ -130,8 +127,7 @@ def _describe_group(
     figures = {f"{name}_low": low, f"{name}_high": high}
     if (answers_PxN[known_PxN] != np.array(None)).any():
         for k in filter(enough.get, sizes):
-            shares = [majority_at_k(*row, [k])[0] for row in enough[k]]
-            figures[f"maj@{k}"] = float(np.mean(shares))
+            figures[f"maj@{k}"] = float(np.mean([majority_at_k(*row, k) for row in enough[k]]))
     for k in sizes:
         if enough[k]:
             passed = [pass_at_k(correct[None], k)[0] for correct, _ in enough[k]]

@@ -42,7 +42,6 @@ from jax_ppo.runtime import distributed, heartbeat, meshes, placement, sharding
 from jax_ppo.training.state import TrainState
 from jax_ppo.types import Sequences, with_nan
 
-WITHOUT_CRITIC = "reinforce_plus_plus"  # rewards to go
 # The numbers of a token by the names of their columns; a report's name of each.
 FIGURES = {
     "logprob": "logprobs",
@@ -56,14 +55,12 @@ FIGURES = {
 }
 SHOWN_RESPONSES = 200
 
-Figures = dict[str, np.ndarray]  # float32 [N, T] by column, N responses of at most T tokens
-
 
 @dataclasses.dataclass
 class Scores:
-    """The numbers of all usable rows."""
+    """The numbers of all N usable rows, whose responses have at most T tokens."""
 
-    figures: Figures  # NaN where a token has no such number
+    figures: dict[str, np.ndarray]  # float32 [N, T] by column, NaN where a token has no number
     scores: np.ndarray  # float32 [N], the rewards of whole responses
     correct: np.ndarray  # float32 [N], NaN where correctness is undefined
     answers: dict[int, str]  # that the rules read, by row
@@ -145,7 +142,7 @@ def _choose_models(config: Config, checkpoint: Path | None) -> tuple[Config, lis
         return config, notes
     notes.append("there is no critic (config.critic.path is not set): advantages are rewards to go")
     without_critic = {
-        "algorithm.adv_estimator": WITHOUT_CRITIC,
+        "algorithm.adv_estimator": "reinforce_plus_plus",  # rewards to go
         "algorithm.bootstrap_truncated": False,
         "critic.normalize_values": False,
     }
@@ -323,7 +320,7 @@ def write_results(
 
 
 def _token_rows(
-    rows: Sequence[ResponseRow], texts: Sequence[list[str]], figures: Figures
+    rows: Sequence[ResponseRow], texts: Sequence[list[str]], figures: dict[str, np.ndarray]
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each token: its response's row in the file, its place, and its numbers."""
     for number, (row, tokens) in enumerate(zip(rows, texts, strict=True)):
