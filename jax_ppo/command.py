@@ -135,7 +135,7 @@ def _run_date(model_path: str, folder: Path, evaluates: bool) -> str:
     if evaluates:
         runs = [path, path.parent, path.parent.parent]
     for run in runs:
-        # A model's has no `data`, and that of another program any.
+        # A model's file has no `data`; that of another program may hold anything.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             return str(json.loads((run / "config.json").read_text())["data"].get("date", ""))
     return datetime.date.today().isoformat()

@@ -26,8 +26,8 @@ _SMOKE_BATCH = 8  # prompts
 _SMOKE_RESPONSE = 24  # tokens
 _TEXTS_OF_DATA = ["instruction", "system_prompt", "prompt_template", "chat_template_kwargs"]
 _TEXTS_OF_DATA += ["prompt_key", "ground_truth_key"]
-_SHAPING = ["normalize", "clip", "missing_eos_penalty", "overlong_buffer_len"]
-_SHAPING += ["overlong_penalty_factor", "length_penalty"]
+_SCORE_SHAPING = ["normalize", "clip", "missing_eos_penalty", "overlong_buffer_len"]
+_SCORE_SHAPING += ["overlong_penalty_factor", "length_penalty"]
 
 
 def shipped_folder(name: str = "configs") -> Path:
@@ -154,7 +154,7 @@ def shrink(config: "ml_collections.ConfigDict", defaults: "ml_collections.Config
     config.reference.path = ""
     config.teacher, config.score = defaults.teacher, defaults.score
     # The built-in rule of the problems replaces any other reward, but not what shapes scores.
-    shaping = {name: config.reward[name] for name in _SHAPING}
+    shaping = {name: config.reward[name] for name in _SCORE_SHAPING}
     config.reward = defaults.reward
     config.reward.update(shaping)
     config.reward.overlong_buffer_len = min(config.reward.overlong_buffer_len, _SMOKE_RESPONSE // 3)

@@ -19,7 +19,7 @@ from jax_ppo.types import Example
 
 LONGEST = 64  # characters of an expression
 
-# It begins at no operator or name that would have its first number as an operand.
+# Never right after an operator or a name, whose operand its first number would be.
 _EXPRESSION = re.compile(r"(?<![\w^%!)*/+.,$(-])([\d.,+\-*/() $]+)=\s*\Z")
 _TIMES = re.compile(r"(?<=[\d)])\s*[x×]\s*(?=[\d($])")
 _OPERATORS: dict[type[ast.AST], Callable[..., Fraction]] = {
@@ -60,7 +60,7 @@ def calculate(text: str) -> str:
     words = characters.split()
     for first, word in enumerate(words):
         if word in "+-" or (first and words[first - 1][-1] in "+-*/("):
-            continue
+            continue  # what is left out would have this number as an operand
         try:
             value = _evaluate(ast.parse(" ".join(words[first:]), mode="eval").body)
         except (SyntaxError, ValueError, ZeroDivisionError):
