@@ -56,8 +56,11 @@ UNSET, AUTO = "unset", "auto"
 
 
 def default_config() -> "ml_collections.ConfigDict":
-    """Return all options at their defaults, locked: setting a name that does not exist raises."""
-    return _to_config_dict(Config())
+    """Return all options at their defaults; `from_config_dict` refuses other names and types."""
+    import ml_collections
+
+    # Untyped and not locked: its own errors bury the nearest name, and it refuses lists of files.
+    return ml_collections.ConfigDict(dataclasses.asdict(Config()), type_safe=False)
 
 
 def load_config(
@@ -246,22 +249,6 @@ def _add_missing_options(
                 values[name] = defaults[name]
             elif hasattr(defaults[name], "unlocked") and hasattr(values[name], "unlocked"):
                 _add_missing_options(values[name], defaults[name])
-
-
-def _to_config_dict(section: Any) -> "ml_collections.ConfigDict":
-    import ml_collections
-    from ml_collections import config_dict
-
-    result = ml_collections.ConfigDict()
-    for field in dataclasses.fields(section):
-        value = getattr(section, field.name)
-        if dataclasses.is_dataclass(value):
-            value = _to_config_dict(value)
-        elif value is None:
-            # A ConfigDict needs a typed placeholder to accept a later value for None.
-            value = config_dict.placeholder(strip_none(field.type))
-        result[field.name] = value
-    return result.lock()
 
 
 def _build_section(cls: type, values: Any, prefix: str) -> Any:
