@@ -55,36 +55,28 @@ def read_check_arguments(arguments: list[str]) -> tuple[Config, str, int]:
 
     Raise `UserError` for wrong arguments.
     """
-    program, *given_arguments = arguments
-    files = ",".join(word for word in given_arguments if word and not word.startswith("-"))
-    flags = ("--json", "--for=", "--samples=")
-    options = [word for word in given_arguments if word[:1] == "-" and not word.startswith(flags)]
-    known = ("--config", "--workdir")
-    if unknown := [word for word in options if not word.startswith(known)]:
-        hint = did_you_mean(unknown[0], ("--json", "--for", "--samples", "--config"))
-        raise UserError(f"{unknown[0]}: no such option of check.{hint}")
-    command = next((word[6:] for word in given_arguments if word.startswith("--for=")), "train")
+    flags, words = command_line.take_flags(arguments[1:], ("--json",), ("--for", "--samples"))
+    command, samples = flags.get("--for", "train"), flags.get("--samples", "0")
     if command not in COMMANDS:
         raise UserError(
             f"--for={command}: expected {', '.join(COMMANDS)}.{did_you_mean(command, COMMANDS)}"
         )
-    samples = next((word[10:] for word in given_arguments if word.startswith("--samples=")), "0")
     if not re.fullmatch(r"\d{1,2}", samples):
         raise UserError(f"--samples={samples}: expected a number of prompts, at most 99")
     if int(samples) and command != "train":
         raise UserError(f"--samples={samples}: {command} samples no responses")
+    files = ",".join(word for word in words if word and not word.startswith("-"))
+    file, _, values = command_line.read_arguments(word for word in words if word[:1] == "-")
     if files:
-        options.append(f"--config.data.train_files={files}")
-    if any(not word.startswith("--config.") for word in options):
-        words = [program, *options]
-        return command_line.read_command_line(words, command)[0], command, int(samples)
+        values["data.train_files"] = loading.parse_option("data.train_files", files)
+    if file:
+        options = loading.read_config_file(file, command)
+        return loading.override_options(options, values, command), command, int(samples)
     if not files:
         raise UserError("check: name the files to check, or a configuration with --config=FILE")
-    if int(samples) and not any(word.startswith("--config.model.path=") for word in options):
+    if int(samples) and not values.get("model.path"):
         raise UserError(f"--samples={samples}: name the model with --config.model.path=FOLDER")
     # The data can be checked without a run's other requirements.
-    given = (word.removeprefix("--config.").partition("=") for word in options)
-    values = {name: loading.parse_option(name, value) for name, _, value in given}
     return replace_options(Config(), values), command, int(samples)
 
 

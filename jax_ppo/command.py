@@ -39,7 +39,7 @@ def run_command(arguments: list[str], command: str) -> None:
     with signals.handle_stop_signals(ends_process=True):
         with exit_on_user_error():
             options, workdir = command_line.read_command_line(arguments, command)
-            typed = command_line.typed_options(arguments)
+            _, _, typed = command_line.read_arguments(arguments[1:])
             if command == "score":
                 from jax_ppo.data.response_rows import find_response_files
                 from jax_ppo.storage.local_files import expand_local_path

@@ -81,22 +81,14 @@ def main(arguments: list[str]) -> None:
 
 def read_plan_arguments(arguments: list[str]) -> tuple[Config, Topology, set[str]]:
     """Return the options, the machine and the flags; raise `UserError` for wrong ones."""
-    plan_flags: dict[str, str] = {}
-    train_arguments = []
-    for argument in arguments:
-        name, _, value = argument.partition("=")
-        if name in ("--topology", "--json", "--arithmetic", *_FIGURES):
-            if value and name in ("--json", "--arithmetic"):
-                raise UserError(f"{argument}: {name} takes no value; leave it out to turn it off")
-            plan_flags[name] = value
-        else:
-            train_arguments.append(argument)
-    if "--topology" not in plan_flags:
+    switches, valued = ("--json", "--arithmetic"), ("--topology", *_FIGURES)
+    flags, words = command_line.take_flags(arguments, switches, valued)
+    if "--topology" not in flags:
         raise UserError(f"--topology: must be given, for example {topologies.EXAMPLES}")
-    figures = {name: plan_flags.pop(name) for name in _FIGURES if name in plan_flags}
-    topology = _read_topology(plan_flags.pop("--topology"), figures)
-    config, _ = command_line.read_command_line(train_arguments, "plan")
-    return config, topology, set(plan_flags)
+    figures = {name: flags[name] for name in _FIGURES if name in flags}
+    topology = _read_topology(flags["--topology"], figures)
+    config, _ = command_line.read_command_line(words, "plan")
+    return config, topology, set(flags)
 
 
 def _read_topology(name: str, figures: dict[str, str]) -> Topology:

@@ -7,6 +7,7 @@ which they differ and their responses. It reads what the runs have written, also
 import sys
 from pathlib import Path
 
+from jax_ppo.config import command_line
 from jax_ppo.errors import UserError, exit_on_user_error
 from jax_ppo.storage.local_files import expand_local_path
 
@@ -33,18 +34,15 @@ def main(arguments: list[str]) -> None:
 
 def read_report_arguments(arguments: list[str]) -> tuple[list[Path], Path]:
     """Return the work directories and the file to write; raise `UserError` for wrong ones."""
-    out = "comparison.html"
-    runs = []
-    for word in arguments[1:]:
-        if word.startswith("--out="):
-            out = word.removeprefix("--out=")
-        elif word.startswith("-"):
-            raise UserError(f"{word}: no such option; expected RUN or --out=FILE")
-        else:
-            runs.append(expand_local_path(word, "report: RUN"))
+    flags, runs = command_line.take_flags(arguments[1:], (), ("--out",))
+    if unknown := [word for word in runs if word.startswith("-")]:
+        raise UserError(f"{unknown[0]}: no such option; expected RUN or --out=FILE")
     if not runs:
         raise UserError("report: name the work directory of at least one run")
-    return runs, expand_local_path(out, "--out")
+    out = expand_local_path(flags.get("--out", "comparison.html"), "--out")
+    if out.is_dir():
+        raise UserError(f"--out={out}: is a folder; expected a file")
+    return [expand_local_path(run, "report: RUN") for run in runs], out
 
 
 if __name__ == "__main__":

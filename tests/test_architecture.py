@@ -48,7 +48,7 @@ MAY_IMPORT["command"] = {"errors", "config", "storage", "runtime", "reporting", 
 RUNNING = {"train", "sft", "reward_model", "critic", "evaluate", "score"}
 MAY_IMPORT |= dict.fromkeys(RUNNING, {"command"})
 MAY_IMPORT["translate"] = {"config", "errors", "migrating"}
-MAY_IMPORT["report"] = {"errors", "storage", "reporting"}
+MAY_IMPORT["report"] = {"config", "errors", "storage", "reporting"}
 MAY_IMPORT["check"] = {"config", "errors", "run"}
 MAY_IMPORT["api"] = MAY_IMPORT["run"] | {"run", "command"}
 

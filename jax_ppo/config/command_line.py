@@ -6,7 +6,7 @@ Errors name the option, its value, the expectation and the nearest valid name.
 import json
 import shlex
 import textwrap
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from jax_ppo.config import config_files, loading, reference
 from jax_ppo.config.option import COMMANDS
 from jax_ppo.config.schema import Config, all_options, flatten_options, options_by_name
 from jax_ppo.config.suggestions import explain_peer_option, suggest_option
-from jax_ppo.errors import UserError, counted, named_file
+from jax_ppo.errors import UserError, counted, did_you_mean, named_file
 from jax_ppo.storage import local_files, remote
 
 EXAMPLES = {"sft": "hh_rlhf_sft", "reward_model": "hh_rlhf_reward"}  # of others: arithmetic
@@ -37,8 +37,8 @@ _SUFFIXES = {"critic": "-critic", "evaluate": "-evaluation", "score": "-scores"}
 def read_command_line(arguments: list[str], command: str = "train") -> tuple[Config, str | Path]:
     """Return the configuration, validated for a command, and the work directory or its address.
 
-    Raise `UserError` with all invalid arguments, one per line, or the first problem of the options
-    in combination; `SystemExit` after `--help`.
+    Raise the errors of `read_arguments`, or `UserError` for the first problem of the options in
+    combination; `SystemExit` after `--help`.
     """
     # Help comes before any validation: it is for users whose command line is wrong.
     if {"--help", "-h", "-help"} & set(arguments[1:]):
@@ -49,11 +49,28 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
         print(USAGE.format(command=command, names=textwrap.indent(names, "  "), suffix=suffix))
         reference.print_options(command if command in COMMANDS else "train")
         raise SystemExit(0)
-    file = ""
-    workdir_value = ""
+    file, workdir_value, overrides = read_arguments(arguments[1:])
+    if not file:
+        example = EXAMPLES.get(command, "arithmetic")
+        raise UserError(f"--config: must be given, for example --config={example}")
+    values = loading.read_config_file(file, command)
+    config = loading.override_options(values, overrides, command)
+    if remote.is_address(workdir_value):
+        remote.validate_address(workdir_value, "--workdir", schemes=("gs",))
+        return config, workdir_value
+    workdir = workdir_value or default_workdir(config.experiment_name, command)
+    return config, local_files.expand_local_path(workdir, "--workdir")
+
+
+def read_arguments(arguments: Iterable[str]) -> tuple[str, str, dict[str, Any]]:
+    """Return the values of --config and --workdir, "" without one, and of options by their names.
+
+    Raise `UserError` with all invalid arguments, one per line.
+    """
+    file = workdir = ""
     overrides: dict[str, Any] = {}  # the last one of each option counts
     problems = []
-    words = iter(arguments[1:])
+    words = iter(arguments)
     for word in words:
         if word in ("--workdir", "-workdir"):  # the value is the next word
             word = f"--workdir={next(words, '')}"
@@ -65,23 +82,39 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
         if name == "--config":
             file = value
         elif name == "--workdir":
-            workdir_value = value
+            workdir = value
         else:
             overrides[name] = value
     if problems:
         # All are reported at once, so that one more start is enough.
         details = "\n".join(f"error: {problem}" for problem in problems[1:])
         raise UserError(problems[0], details=details)
-    if not file:
-        example = EXAMPLES.get(command, "arithmetic")
-        raise UserError(f"--config: must be given, for example --config={example}")
-    values = loading.read_config_file(file, command)
-    config = loading.override_options(values, overrides, command)
-    if remote.is_address(workdir_value):
-        remote.validate_address(workdir_value, "--workdir", schemes=("gs",))
-        return config, workdir_value
-    workdir = workdir_value or default_workdir(config.experiment_name, command)
-    return config, local_files.expand_local_path(workdir, "--workdir")
+    return file, workdir, overrides
+
+
+def take_flags(
+    words: Iterable[str], switches: tuple[str, ...], valued: tuple[str, ...]
+) -> tuple[dict[str, str], list[str]]:
+    """Return the values of a command's own flags, "" for `switches`, and the other words.
+
+    Raise `UserError` for a switch with a value, a `valued` flag without one, or a misspelled one.
+    """
+    flags: dict[str, str] = {}
+    others = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        is_other = not name.startswith("--") or name.startswith(("--config", "--workdir"))
+        if name in switches and equals:
+            raise UserError(f"{word}: {name} takes no value; leave it out to turn it off")
+        if name in valued and not value:
+            raise UserError(f"{name}: write {name}=VALUE, with the =")
+        if name in (*switches, *valued):
+            flags[name] = value
+        elif is_other or not (hint := did_you_mean(name, (*switches, *valued))):
+            others.append(word)
+        else:
+            raise UserError(f"{word}: no such option.{hint}")
+    return flags, others
 
 
 def default_workdir(experiment_name: str, command: str) -> str:
@@ -95,12 +128,6 @@ def write_config(options: dict[str, Any], folder: Path) -> None:
     path = folder / "config.json"
     with named_file(path):
         path.write_text(json.dumps(options, indent=2) + "\n")
-
-
-def typed_options(arguments: list[str]) -> set[str]:
-    """Return the names of the options in a valid command line."""
-    names = (word.lstrip("-").partition("=")[0] for word in arguments[1:])
-    return {name.removeprefix("config.") for name in names if name.startswith("config.")}
 
 
 def print_set_options(options: dict[str, Any], typed: Container[str]) -> None:

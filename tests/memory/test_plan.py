@@ -386,6 +386,7 @@ def test_a_folder_that_is_missing_needs_no_weights(tmp_path):
 def test_the_command_reports_mistakes_in_one_line(capsys):
     for arguments, message in (
         ([], "--topology: must be given"),
+        (["--topology", "cpu:1"], "--topology: write --topology=VALUE, with the ="),
         (["--topology=cpu:1", "--config.actor.clip_rato=1"], r"config\.actor\.clip_rato"),
         (["--topology=cpu:1", "--arithmetic=no"], "--arithmetic=no: --arithmetic takes no value"),
     ):

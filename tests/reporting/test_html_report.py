@@ -336,10 +336,13 @@ def test_a_browser_shows_one_legend_of_runs_which_hides_them(tmp_path):
 def test_a_folder_without_a_run_is_named(tmp_path):
     with pytest.raises(SystemExit, match="error: .*nowhere: expected the work directory of a run"):
         report.main(["report", str(tmp_path / "nowhere")])
-    with pytest.raises(
-        SystemExit, match="error: --output=x: no such option; expected RUN or --out"
+    for word, message in (
+        ("--output=x", "--output=x: no such option. Did you mean '--out'"),
+        ("--out=", "--out: write --out=VALUE"),
+        (f"--out={tmp_path}", f"--out={tmp_path}: is a folder"),
     ):
-        report.main(["report", "--output=x"])
+        with pytest.raises(SystemExit, match=f"error: {message}"):
+            report.main(["report", "run", word])
 
 
 def test_a_run_is_judged_by_what_its_newest_evaluation_measured():

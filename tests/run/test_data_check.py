@@ -320,7 +320,9 @@ def test_mistakes_are_one_line(capsys):
         (["a.jsonl", "--for=sft", "--samples=3"], "error: --samples=3: sft samples no responses"),
         (["a.jsonl", "--for=stf"], "error: --for=stf: expected train, sft.*Did you mean 'sft'"),
         ([], "error: check: name the files"),
-        (["a.jsonl", "--jsn"], "error: --jsn: no such option of check. Did you mean '--json'"),
+        (["a.jsonl", "--jsn"], "error: --jsn: no such option. Did you mean '--json'"),
+        (["a.jsonl", "--json=1"], "error: --json=1: --json takes no value"),
+        (["a.jsonl", "--samples", "3"], "error: --samples: write --samples=VALUE, with the ="),
         (["/nowhere/a.jsonl"], "error: config.data.train_files: there is no file"),
         (["--config=gsm9k"], "error: "),
     ):
