@@ -11,8 +11,9 @@ import html
 import importlib.resources
 import itertools
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +38,26 @@ SHOWN_STEPS = 12
 SHOWN_SAMPLES = 16
 MAX_POINTS = 2000  # of a curve; training_metrics.csv has all steps
 STATE_FILE = "report.json"  # what the page says of a run and no other file has
-# What a run is judged by, the first metric that it has: its name, and which value is the better.
+
+
+def _known(better: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `max` or `min` without the points that are NaN, unless all are."""
+
+    def choose(points: Sequence[Any], key: Callable[[Any], float] = float) -> Any:
+        return better([x for x in points if not math.isnan(key(x))] or points, key=key)
+
+    return choose
+
+
+# What a run is judged by, the first metric that it has: its name, and what chooses the best point.
 OUTCOMES = {
-    "eval/accuracy": ("accuracy", max),
-    "eval/reward_mean": ("reward", max),
-    "eval/loss": ("loss", min),
-    "eval/critic/explained_variance": ("explained variance", max),
-    "reward/mean": ("training reward", max),
-    "train/loss": ("training loss", min),
-    "critic/explained_variance": ("training explained variance", max),
+    "eval/accuracy": ("accuracy", _known(max)),
+    "eval/reward_mean": ("reward", _known(max)),
+    "eval/loss": ("loss", _known(min)),
+    "eval/critic/explained_variance": ("explained variance", _known(max)),
+    "reward/mean": ("training reward", _known(max)),
+    "train/loss": ("training loss", _known(min)),
+    "critic/explained_variance": ("training explained variance", _known(max)),
 }
 _PLACEHOLDERS = {"K": r"\d+", "NAME": r"[\w/@.-]+", "SOURCE": r"[\w/.-]+"}
 _CRITIC_PARTS = re.compile(r"eval/critic/\w+_(tenth|bin)_\d+")
@@ -139,7 +151,8 @@ def write_comparison(workdirs: Sequence[Path], path: Path) -> None:
     Raise `UserError` if a folder is not a work directory, or the file cannot be written.
     """
     runs = []
-    for workdir in workdirs:
+    names = [workdir.resolve().name for workdir in workdirs]  # that of "." is empty
+    for workdir, name in zip(workdirs, names, strict=True):
         try:
             state = json.loads((workdir / STATE_FILE).read_text())
             options = json.loads((workdir / "config.json").read_text())
@@ -150,8 +163,8 @@ def write_comparison(workdirs: Sequence[Path], path: Path) -> None:
             ) from error
         report = HTMLReport(workdir, options, ())
         report.add_logged_samples()
-        is_unique = [other.name for other in workdirs].count(workdir.name) == 1
-        runs.append(report.describe(state | {"name": workdir.name if is_unique else str(workdir)}))
+        is_unique = names.count(name) == 1
+        runs.append(report.describe(state | {"name": name if is_unique else str(workdir)}))
     try:
         _write_page(path, ", ".join(run["name"] for run in runs), runs)
     except OSError as error:
@@ -294,7 +307,7 @@ def _compare_runs(runs: Sequence[Run]) -> list[list[str]]:
     name, better = OUTCOMES.get(metric or "", ("", max))
     found = [_find_points(run, metric or "") for run in runs]
     level = 0.0
-    if values := [value for points, _ in found for value, _, _ in points]:
+    if values := [x for points, _ in found for x, _, _ in points if not math.isnan(x)]:
         level = float(f"{values[0] + 0.9 * (better(values) - values[0]):.2g}")
     marks = [f"steps to {level:g}", f"time to {level:g}"]
     table = [["run", f"first {name}", "best", "last", *marks, "tokens", "state"]]
@@ -304,7 +317,7 @@ def _compare_runs(runs: Sequence[Run]) -> list[list[str]]:
             best, step, _ = better(points, key=lambda point: point[0])
             cells[:2] = [f"{points[0][0]:.3g}", f"{best:.3g} after step {step}"]
             cells[2] = f"{points[-1][0]:.3g}{interval}"
-        reached = [point for point in points if better(point[0], level) == point[0]]
+        reached = [point for point in points if better((point[0], level)) == point[0]]
         for _, step, seconds in reached[:1]:
             cells[3:] = [str(step), format_duration(seconds)]
         table.append([run["name"], *cells, f"{run['tokens']:,.0f}", run["status"]])

@@ -113,6 +113,10 @@ def test_the_top_of_the_page_has_outcome_duration_speed_and_device(tmp_path):
     write_run(tmp_path, "step,eval/loss\n4,2.5\n")
     data = read_data(tmp_path)[1]
     assert data["headline"] == "loss 2.5" and len(data["facts"]) == 1
+    # Regression: a first loss of NaN was the best.
+    write_run(tmp_path, "step,train/loss\n1,nan\n2,1.5\n3,2.5\n")
+    assert read_data(tmp_path)[1]["facts"][0] == "best 1.5 after step 2"
+    assert read_page(tmp_path / "report.html")[1]["comparison"][0][4] == "steps to 1.5"
     # The policy of a critic that is trained alone does not change.
     table = "step,eval/accuracy,eval/critic/explained_variance\n0,0.4,-0.5\n5,0.4,0.25\n"
     write_run(tmp_path, table, trainer=Trainer(critic_only=True))
@@ -216,15 +220,15 @@ def test_a_long_run_has_fewer_points_all_evaluations_and_the_same_hours(tmp_path
 
 
 def test_several_runs_are_one_page(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     table = (
         "step,eval/accuracy,reward/mean,seconds/step,tokens_per_second\n0,{},,,\n1,{},{},60,100\n"
     )
     for name, seed, values in (("a", 1, (0, 0.5, 1)), ("b", 2, (0.25, 1, 2))):
         records = [make_record(score=seed)]
         write_run(tmp_path / name, table.format(*values), records=records, seed=seed)
-    report.main(["report", "a", "b", "--out=page.html"])
-    assert capsys.readouterr().out == "report: page.html\n"
+    monkeypatch.chdir(tmp_path / "a")
+    report.main(["report", ".", "../b", "--out=../page.html"])
+    assert capsys.readouterr().out == "report: ../page.html\n"
     data = read_page(tmp_path / "page.html")[1]
     first, second = data["runs"]
     assert (first["name"], second["name"]) == ("a", "b")
