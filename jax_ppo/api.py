@@ -298,12 +298,6 @@ def _policy_folder(path: str) -> Path:
     folder = expand_local_path(path, option)
     if (folder / "actor" / "config.json").exists():
         return folder / "actor"
-    is_run = (folder / "checkpoints").is_dir() and not (folder / "model.safetensors").exists()
-    if is_run:
-        raise UserError(
-            f"{option}={path!r}: the run has exported no model (there is no folder actor in it); a "
-            "run exports it after its last step, if config.trainer.export=True"
-        )
     return resolve_model_folder(path, what=option)
 
 

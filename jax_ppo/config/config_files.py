@@ -24,8 +24,6 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 SMOKE = "smoke"  # the argument that every file takes
 _SMOKE_BATCH = 8  # prompts
 _SMOKE_RESPONSE = 24  # tokens
-_TEXTS_OF_DATA = ["instruction", "system_prompt", "prompt_template", "chat_template_kwargs"]
-_TEXTS_OF_DATA += ["prompt_key", "ground_truth_key"]
 _SCORE_SHAPING = ["normalize", "clip", "missing_eos_penalty", "overlong_buffer_len"]
 _SCORE_SHAPING += ["overlong_penalty_factor", "length_penalty"]
 
@@ -134,16 +132,14 @@ def shrink(config: "ml_collections.ConfigDict", defaults: "ml_collections.Config
     """
     config.experiment_name = f"{config.experiment_name}-smoke"
     mini_batches = max(1, config.data.train_batch_size // config.actor.ppo_mini_batch_size)
+    config.data = defaults.data
     config.data.update(
         train_files="arithmetic:64",
         val_files="arithmetic:16:heldout",
-        val_fraction=0.0,
         train_batch_size=_SMOKE_BATCH,
         val_batch_size=16,
         max_prompt_length=48,
         max_response_length=_SMOKE_RESPONSE,
-        train_max_samples=None,
-        **dict.fromkeys(_TEXTS_OF_DATA, ""),
     )
     config.actor.ppo_mini_batch_size = max(1, _SMOKE_BATCH // mini_batches)
     if config.model.lora.path:

@@ -35,12 +35,12 @@ FLOAT32_MAX = 3.4028234663852886e38
 FLOAT32_TINY = 1.1754943508222875e-38
 INT32_MAX = 2**31 - 1
 
-# The wording and the test of each bound of `Facts`.
-BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
-    "at_least": ("at least", operator.ge),
-    "above": ("more than", operator.gt),
-    "at_most": ("at most", operator.le),
-    "below": ("less than", operator.lt),
+# The sign, the wording and the test of each bound of `Facts`.
+BOUNDS: dict[str, tuple[str, str, Callable[[Any, Any], bool]]] = {
+    "at_least": (">=", "at least", operator.ge),
+    "above": (">", "more than", operator.gt),
+    "at_most": ("<=", "at most", operator.le),
+    "below": ("<", "less than", operator.lt),
 }
 
 
@@ -328,7 +328,7 @@ def _validate_range(name: str, value: Any, facts: Facts) -> None:
         raise UserError(f"{name}={number}: expected an integer within +-{largest} ({facts.doc})")
     if facts.not_zero and value == 0:
         raise UserError(f"{name}=0: expected -1 or at least 1 ({facts.doc})")
-    for bound, (words, holds) in BOUNDS.items():
+    for bound, (_, words, holds) in BOUNDS.items():
         limit = getattr(facts, bound)
         if limit is not None and not holds(value, limit):
             raise UserError(f"{name}={value!r}: expected {words} {limit} ({facts.doc})")

@@ -6,6 +6,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 
+from jax_ppo.config.loading import BOUNDS
 from jax_ppo.config.option import COMMANDS, Option
 from jax_ppo.config.schema import all_options
 from jax_ppo.errors import print_any_text
@@ -14,7 +15,6 @@ from jax_ppo.registries import REGISTRIES
 # Columns of a line in the terminal, and what precedes a meaning.
 WIDTH = 100
 INDENT = " " * 6
-SIGNS = {"at_least": ">=", "above": ">", "at_most": "<=", "below": "<"}  # the bounds of `Facts`
 HEADER = """\
 # Options
 
@@ -123,7 +123,7 @@ def _values(option: Option) -> str:
         return ", ".join(f"`{choice}`" for choice in choices)
     limits = [
         f"{sign} {getattr(facts, bound)}"
-        for bound, sign in SIGNS.items()
+        for bound, (sign, *_) in BOUNDS.items()
         if getattr(facts, bound) is not None
     ]
     if facts.not_zero:

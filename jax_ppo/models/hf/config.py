@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jax_ppo.errors import UserError, nearest_name
+from jax_ppo.errors import UserError, nearest_name, shorten
 from jax_ppo.models.architecture import ACTIVATIONS, INTEGER_FIELDS, Architecture
 from jax_ppo.models.hf.families import FAMILIES, MULTIMODAL
 from jax_ppo.models.hf.family import Family
@@ -11,7 +11,6 @@ from jax_ppo.models.hf.fields import (
     MAX_SIZE,
     Config,
     ConfigReader,
-    quote_value,
     require_divisor,
 )
 from jax_ppo.models.hf.rope_config import FULL, LOCAL, read_rope
@@ -117,7 +116,7 @@ def _read_family(config: Config) -> tuple[str, Family]:
         nearest = nearest_name(str(kind), (*FAMILIES, *MULTIMODAL))
         hint = nearest and f"; the nearest is {nearest}"
         raise UserError(
-            f"config.json: model_type {quote_value(kind)} is not supported, only "
+            f"config.json: model_type {shorten(repr(kind))} is not supported, only "
             f"{', '.join(FAMILIES)} and multimodal models of these are{hint}"
         )
     return kind, FAMILIES[kind]
@@ -393,7 +392,7 @@ def _read_windows(
             raise reader.error(f"layer_types must end with {FULL}")
     elif listed not in (None, local):
         raise reader.error(
-            f"layer_types {quote_value(reader.strings('layer_types'))} are not supported, only "
+            f"layer_types {shorten(repr(reader.strings('layer_types')))} are not supported, only "
             f"{LOCAL if local[0] else FULL} is with model_type {reader.string('model_type')!r} and "
             f"sliding_window={window!r}"
         )
@@ -411,7 +410,7 @@ def _read_layer_types(reader: ConfigReader, num_layers: int, word: str) -> tuple
         return None
     if len(types) != num_layers or set(types) - {FULL, word}:
         raise reader.error(
-            f"layer_types {quote_value(types)} must be num_hidden_layers={num_layers} words, "
+            f"layer_types {shorten(repr(types))} must be num_hidden_layers={num_layers} words, "
             f"{FULL} or {word}"
         )
     return tuple(name == word for name in types)

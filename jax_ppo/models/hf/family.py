@@ -109,7 +109,7 @@ class Family:
         epsilon = self.field_names.get("rms_norm_eps", "rms_norm_eps")
         object.__setattr__(self, "defaults", {epsilon: 1e-6, **self.defaults})
 
-    def usual_name(self, name: str) -> str:
+    def tensor_name(self, name: str) -> str:
         """Return the usual name of a tensor."""
         return _replace_prefix(name, self.older_prefixes)
 
@@ -137,7 +137,7 @@ class Multimodal:
     tied: bool = False  # the output embedding is the input's unless config.json says so
     is_text: bool = False  # there is nothing but the decoder, under another `model_type`
 
-    def text_name(self, name: str) -> str:
+    def tensor_name(self, name: str) -> str:
         """Return a tensor's name in the decoder's family; "" if it is left out."""
         if name.removeprefix("model.").startswith(_OTHER_PREFIXES):
             return ""

@@ -12,11 +12,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from jax_ppo.errors import UserError, named_file, nearest_name
+from jax_ppo.errors import UserError, named_file, nearest_name, shorten
 
 Config = dict[str, Any]
 
-MAX_QUOTED = 80  # longest value that an error message repeats, in characters
 MAX_SIZE = 2**31 - 1
 # Far more than any model has. Names of tensors are listed per layer, so a limit is needed.
 MAX_LAYERS = 10_000
@@ -100,14 +99,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except RecursionError as error:
         raise UserError(f"{path} is not JSON that can be read: it is nested too deeply") from error
     if not isinstance(contents, dict):
-        raise UserError(f"{path} must hold a JSON object; it holds {quote_value(contents)}")
+        raise UserError(f"{path} must hold a JSON object; it holds {shorten(repr(contents))}")
     return contents
-
-
-def quote_value(value: Any) -> str:
-    """Return a value for an error message: in one line and not too long."""
-    text = repr(value)
-    return text if len(text) <= MAX_QUOTED else text[: MAX_QUOTED - 3] + "..."
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -152,7 +145,7 @@ class ConfigReader:
 
     def unsupported(self, name: str, value: Any, supported: str) -> UserError:
         """Return an error about a value that would be computed differently."""
-        return self.error(f"{name} {quote_value(value)} is not supported, only {supported}")
+        return self.error(f"{name} {shorten(repr(value))} is not supported, only {supported}")
 
     def any_value(self, name: str, default: Any = None) -> Any:
         """Return a field of whatever type."""
@@ -222,7 +215,7 @@ class ConfigReader:
         self._read.add(name)
         value = self._values.get(name)
         if name in self._values and not _is_number(value):
-            raise self.error(f"{name} must be a finite number; it is {quote_value(value)}")
+            raise self.error(f"{name} must be a finite number; it is {shorten(repr(value))}")
         return value
 
     def boolean(self, name: str, default: bool = False, nullable: bool = False) -> bool:
@@ -290,7 +283,7 @@ class ConfigReader:
             nearest = nearest_name(first, self._read)
             hint = nearest and f"; the nearest known field is {nearest}"
             raise self.error(
-                f"{quote_value(first)[1:-1]} is an unknown field, which might change what the "
+                f"{shorten(repr(first))[1:-1]} is an unknown field, which might change what the "
                 f"model computes: remove it if it does not{hint}"
             )
 
@@ -306,7 +299,7 @@ class ConfigReader:
         name = self.name(name)
         if name not in self._values:
             return self.error(f"{name} must be {expected}; it is missing")
-        return self.error(f"{name} must be {expected}; it is {quote_value(value)}")
+        return self.error(f"{name} must be {expected}; it is {shorten(repr(value))}")
 
 
 def _without_notes(values: Config) -> Config:

@@ -150,12 +150,8 @@ def _read_config(folder: str | Path) -> dict[str, Any]:
 def _open_checkpoint(folder: str | Path) -> SafetensorsCheckpoint:
     """Open the weights, of which the tensors have their family's usual names."""
     kind = str(_read_config(folder).get("model_type"))
-    rename: Callable[[str], str] = str
-    if kind in MULTIMODAL:
-        rename = MULTIMODAL[kind].text_name
-    elif kind in FAMILIES:
-        rename = FAMILIES[kind].usual_name
-    return SafetensorsCheckpoint(folder, rename=rename)
+    family = MULTIMODAL.get(kind) or FAMILIES.get(kind)
+    return SafetensorsCheckpoint(folder, rename=family.tensor_name if family else str)
 
 
 def load_checkpoint(

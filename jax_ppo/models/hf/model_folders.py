@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_ppo.errors import UserError, nearest_name
-from jax_ppo.models.hf.fields import quote_value, read_json_object
+from jax_ppo.errors import UserError, nearest_name, shorten
+from jax_ppo.models.hf.fields import read_json_object
 from jax_ppo.storage import downloads, hub, local_files, remote
 from jax_ppo.storage.local_files import expand_local_path
 
@@ -99,8 +99,9 @@ def _refuse_run(folder: Path, setting: str) -> None:
     run = folder.parents[1] if folder.parent.name == local_files.CHECKPOINTS else folder
     if not (run / "training_metrics.csv").exists() or any(folder.glob("*.safetensors")):
         return
-    models = sorted(str(file.parent) for file in run.glob("*/config.json"))
-    remedy = f"a model of it is {', '.join(models)}" if models else "it has exported no model"
+    remedy = "it has exported no model, as a run does after its last step (config.trainer.export)"
+    if models := sorted(str(file.parent) for file in run.glob("*/config.json")):
+        remedy = f"a model of it is {', '.join(models)}"
     kind = "the work directory" if run == folder else "a checkpoint"
     raise UserError(f"{setting}: is {kind} of a run; {remedy}")
 
@@ -155,14 +156,14 @@ def find_weight_files(folder: Path) -> list[Path]:
 def _read_index(path: Path) -> list[str]:
     weight_map = read_json_object(path).get("weight_map", {})
     if not isinstance(weight_map, dict):
-        raise UserError(f"{path}: weight_map must be an object; it is {quote_value(weight_map)}")
+        raise UserError(f"{path}: weight_map must be an object; it is {shorten(repr(weight_map))}")
     for tensor, name in weight_map.items():
         # A path could lead out of the folder; Linux takes at most 255 bytes.
         is_name = isinstance(name, str) and name.isprintable() and len(name.encode()) <= 255
         if not is_name or name in ("", ".", "..") or re.search(r"[/\\]", name):
             raise UserError(
                 f"{path}: weight_map must name files of this folder; it names "
-                f"{quote_value(name)} for {quote_value(tensor)}"
+                f"{shorten(repr(name))} for {shorten(repr(tensor))}"
             )
     return sorted(set(weight_map.values()))
 
@@ -199,7 +200,7 @@ def without_quantization(config: dict[str, Any], folder: Path, reads_mxfp4: bool
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     if method == "mxfp4" and reads_mxfp4:
         return {name: x for name, x in config.items() if name != "quantization_config"}
-    problem = f"{folder}: quantization_config {quote_value(quantization)} is not supported"
+    problem = f"{folder}: quantization_config {shorten(repr(quantization))} is not supported"
     if method == "bitsandbytes":
         lines = _conversion(str(folder), _loader(folder), after=".dequantize()")
     elif method in DEQUANTIZING_CONFIGS:

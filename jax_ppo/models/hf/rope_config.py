@@ -3,9 +3,10 @@
 import dataclasses
 from typing import Any
 
+from jax_ppo.errors import shorten
 from jax_ppo.models.architecture import ROPE_KINDS, Architecture
 from jax_ppo.models.hf.family import Family
-from jax_ppo.models.hf.fields import Config, ConfigReader, quote_value
+from jax_ppo.models.hf.fields import Config, ConfigReader
 
 FULL = "full_attention"
 LOCAL = "sliding_attention"
@@ -77,7 +78,7 @@ def _read_two_ropes(
     if parameters.keys() - {FULL, LOCAL}:
         raise reader.error(
             f"rope_parameters of model_type {reader.string('model_type')!r} must name layer types, "
-            f"{FULL} and {LOCAL}; they are {quote_value(parameters)}"
+            f"{FULL} and {LOCAL}; they are {shorten(repr(parameters))}"
         )
     tables = ConfigReader(parameters, where="config.json: rope_parameters.")
     full = tables.table(FULL)

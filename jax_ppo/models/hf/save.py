@@ -4,22 +4,20 @@ import contextlib
 import itertools
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jax_ppo.errors import UserError
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.hf import tensors
 from jax_ppo.models.hf.config_export import update_hf_config
 from jax_ppo.models.hf.families import FAMILIES
 from jax_ppo.models.hf.fields import read_json_object, write_json
 from jax_ppo.models.hf.names import tensor_table
-from jax_ppo.models.hf.tensors import TensorTable, flatten_like
-from jax_ppo.models.hf.weight_files import EXPORT_DTYPES, temporary_folder, write_weights
+from jax_ppo.models.hf.tensors import flatten_like
+from jax_ppo.models.hf.weight_files import temporary_folder, write_weights
 from jax_ppo.runtime import distributed, work_directory
 
 VALUE_UNIT = "value_unit.json"  # moments of the returns that a critic's values are normalized by
@@ -67,15 +65,12 @@ def export_checkpoint(
         unless transformers has none for the family.
 
     Raises:
-      ValueError: `params` does not fit the architecture, or `dtype` is unknown.
+      ValueError: `params` does not fit the architecture.
       UserError: `folder` holds something other than an export.
     """
-    if dtype not in EXPORT_DTYPES:
-        raise ValueError(f"dtype={dtype!r}: expected one of {', '.join(map(repr, EXPORT_DTYPES))}")
     params, head = exported_head(params, architecture, critic_unit)
     rows = tensor_table(architecture, head)
     arrays = flatten_like(params, rows, "`params`")
-    _validate_shapes(arrays, rows)
     with atomic_folder(Path(folder), *DESCRIPTION) as temporary:
         if distributed.is_main():
             _write_description(
@@ -127,16 +122,6 @@ def _write_description(
             copy = folder / file.relative_to(source)
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(file, copy)  # follows the links of the hub's cache
-
-
-def _validate_shapes(arrays: Mapping[tensors.Path, jax.Array], rows: TensorTable) -> None:
-    for path, row in rows.items():
-        shape = tuple(arrays[path].shape)
-        if shape != row.full_shape:
-            raise ValueError(
-                f"{'/'.join(path)} has shape {list(shape)}, the architecture makes it "
-                f"{list(row.full_shape)}"
-            )
 
 
 @contextlib.contextmanager

@@ -171,12 +171,6 @@ def test_wrong_parameters_are_refused(tmp_path):
         export_checkpoint(headless, architecture, tmp_path / "out")
     with pytest.raises(ValueError, match="it should not have extra/scale"):
         export_checkpoint(params | {"extra": {"scale": 1}}, architecture, tmp_path / "out")
-    with pytest.raises(
-        ValueError, match=r"norm/scale has shape \[3\], the architecture makes it \[32\]"
-    ):
-        export_checkpoint(params | {"norm": {"scale": np.ones(3)}}, architecture, tmp_path / "out")
-    with pytest.raises(ValueError, match="dtype='float16': expected one of 'float32', 'bfloat16'"):
-        export_checkpoint(params, architecture, tmp_path / "out", dtype="float16")
     assert not (tmp_path / "out").exists()
 
 
