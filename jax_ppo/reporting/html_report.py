@@ -105,6 +105,15 @@ class HTMLReport:
             temporary.write_text(json.dumps(state, indent=2) + "\n")
         _write_page(self._workdir / "report.html", state["name"], [self.describe(state)])
 
+    def write_scores(
+        self, status: str, notes: Sequence[str], records: Sequence[dict[str, Any]]
+    ) -> None:
+        """Write a page without curves of responses whose tokens have figures, and of the notes."""
+        self._groups.append(_make_group("scored", records))
+        state = self.describe_state(status, notes)
+        title = f"{state['name']}: scores"
+        _write_page(self._workdir / "report.html", title, [self.describe(state)])
+
     def describe_state(
         self, status: str, warnings: Sequence[str], changed_options: Sequence[str] = ()
     ) -> dict[str, Any]:
@@ -169,24 +178,6 @@ def write_comparison(workdirs: Sequence[Path], path: Path) -> None:
         _write_page(path, ", ".join(run["name"] for run in runs), runs)
     except OSError as error:
         raise UserError(f"--out={path}: cannot be written: {error.strerror}") from error
-
-
-def write_scores_page(
-    path: Path,
-    options: dict[str, Any],
-    status: str,
-    notes: Sequence[str],
-    records: Sequence[dict[str, Any]],
-) -> None:
-    """Write a page of responses whose tokens have figures, without curves.
-
-    `options` are all options, as config.json has them; `status` is one line about the responses,
-    `notes` are further ones. The records are as `run.sample_reports` makes them.
-    """
-    report = HTMLReport(path.parent, options, ())
-    report._groups.append(_make_group("scored", records))
-    state = report.describe_state(status, notes)
-    _write_page(path, f"{state['name']}: scores", [report.describe(state)])
 
 
 def _make_group(name: str, records: Sequence[dict[str, Any]]) -> dict[str, Any]:

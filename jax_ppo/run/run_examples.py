@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,22 +119,6 @@ def draw_examples(examples: list[Example], count: int | None, seed: int) -> list
     return [examples[row] for row in np.sort(rows)]
 
 
-def make_parser(
-    data: Data, response_key: str | None = None
-) -> Callable[[dict[str, Any], str], Example]:
-    """Return a function of a row and its location that returns the example.
-
-    Raise `UserError` for a bad template.
-    """
-    columns, template = _columns(data, response_key), read_template(data.prompt_template)
-
-    def parse(row: dict[str, Any], location: str) -> Example:
-        example = parse_row(row, location, columns, data.instruction)
-        return _shape(example, data, template, location)
-
-    return parse
-
-
 def _shape(example: Example, data: Data, template: str, location: str) -> Example:
     prompt = shape_prompt(example.prompt, data.system_prompt, template, location)
     return dataclasses.replace(example, prompt=prompt)
@@ -241,6 +225,13 @@ def read_given_responses(config: Config, workdir: Path) -> tuple[GivenResponses,
     scores_any = scores_any or reward_functions.scores_any_row(config.reward)
     tokenizer = load_model_tokenizer(config.model, folder, config.data.date)
 
+    columns = _columns(config.data, config.score.response_key)
+    template = read_template(config.data.prompt_template)
+
+    def parse(row: dict[str, Any], location: str) -> Example:
+        example = parse_row(row, location, columns, config.data.instruction)
+        return _shape(example, config.data, template, location)
+
     def find_obstacle(example: Example) -> str:
         """Return why no rule can score an example; "" if one can."""
         if scores_any:
@@ -250,7 +241,7 @@ def read_given_responses(config: Config, workdir: Path) -> tuple[GivenResponses,
 
     reader = ResponseReader(
         tokenizer=tokenizer,
-        parse=make_parser(config.data, config.score.response_key),
+        parse=parse,
         chat_template=chat_template(config.data),
         vocab_size=min(read_architecture(folder).vocab_size, count_ids(tokenizer)),
         max_prompt_length=config.data.max_prompt_length,

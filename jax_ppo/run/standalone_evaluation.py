@@ -85,7 +85,7 @@ def try_policy(config: Config, count: int) -> tuple[list[dict[str, Any]], str]:
     compiled_programs.enable_cache(config.trainer.compilation_cache, lambda line: None)
     rollout = config.rollout
     changes = {
-        "model": with_exported_actor(devices.resolve_dtype_here(config.model)[0]),
+        "model": devices.resolve_dtype_here(config.model)[0],
         "data.val_files": sources.without_weights(config.data.train_files),
         "data.val_max_samples": count,
         "data.val_fraction": 0.0,

@@ -106,8 +106,18 @@ def score_file(config: Config, workdir: Path) -> dict[str, Any]:
     }
     if distributed.is_main():
         with heartbeat.activity("writing tokens"):
-            options = dataclasses.asdict(config)
-            write_results(options, workdir, run.tokenizer, rows, scores, summary, started)
+            texts = [
+                decode_tokens(run.tokenizer, int(row.prompt_ids[-1]), row.response_ids.tolist())
+                for row in rows
+            ]
+            write_json_lines(workdir / "tokens.jsonl", _token_rows(rows, texts, scores.figures))
+            shown = enumerate(zip(rows[:SHOWN_RESPONSES], texts, strict=False))
+            records = [_describe_row(run.tokenizer, *row, scores, number) for number, row in shown]
+            status = f"{counted(len(rows), 'response')} of {config.score.file}"
+            report = html_report.HTMLReport(workdir, dataclasses.asdict(config), ())
+            report.write_scores(f"{status}, {len(records)} shown", notes, records)
+            seconds = time.monotonic() - started
+            write_summary_file(workdir, summary | {"seconds": seconds})
     console.print_on_main(
         f"scored {counted(len(rows), 'response')}, {summary['tokens']} tokens, in "
         f"{time.monotonic() - started:.1f} s: {workdir}/tokens.jsonl"
@@ -165,7 +175,7 @@ def _score_rows(run: PPORun, state: TrainState, given: GivenResponses) -> Scores
         failures += batches[-1].pop("failures")
         report(start + count, len(given))
     joined = jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
-    return _estimate(run, state, given.rows, joined, answers, failures)
+    return _estimate(run, state, given, joined, answers, failures)
 
 
 def _score_batch(
@@ -194,17 +204,23 @@ def _score_batch(
 def _estimate(
     run: PPORun,
     state: TrainState,
-    rows: Sequence[ResponseRow],
+    given: GivenResponses,
     found: dict[str, Any],
     answers: dict[int, str],
     failures: int,
 ) -> Scores:
     """Return the scores of the rows, with advantages over all of them at once."""
-    sequences = _join_rows(rows)
-    actions = sequences.action_mask
-    # The responses of other batches may be longer than the longest row.
-    outputs, steps = jax.tree.map(
-        lambda x: x if x.ndim == 1 else x[:, : actions.shape[1]], (found["outputs"], found["steps"])
+    rows, outputs, steps = given.rows, found["outputs"], found["steps"]
+    every = np.arange(len(rows))
+    rollout = given.rollout(make_batch(given, every, len(rows), width=given.max_prompt_length))
+    actions = rollout.action_mask
+    sequences = Sequences(
+        tokens=np.zeros((len(rows), 1), np.int32),  # no estimator reads them
+        prompt_lengths=np.ones(len(rows), np.int32),
+        lengths=rollout.lengths,
+        truncated=rollout.truncated,
+        action_mask=actions,
+        turn_starts=rollout.turn_starts,
     )
     columns = {
         "logprob": outputs.old_logprobs,
@@ -233,23 +249,6 @@ def _estimate(
         rewards = rewards + steps.sum(1)
     incomplete = len(rows) - len(order)
     return Scores(figures, rewards, with_nan(found["correct"]), answers, failures, incomplete)
-
-
-def _join_rows(rows: Sequence[ResponseRow]) -> Sequences:
-    """Return what an estimator reads of the rows: lengths, masks, but not the tokens."""
-    lengths = np.array([len(row.response_ids) for row in rows], np.int32)
-    actions, starts = np.zeros((2, len(rows), lengths.max()), bool)
-    for number, row in enumerate(rows):
-        actions[number, : lengths[number]] = row.action_mask
-        starts[number, : lengths[number]] = row.turn_starts
-    return Sequences(
-        tokens=np.zeros((len(rows), 1), np.int32),  # not read
-        prompt_lengths=np.ones(len(rows), np.int32),
-        lengths=lengths,
-        truncated=np.array([row.truncated for row in rows]),
-        action_mask=actions,
-        turn_starts=starts,
-    )
 
 
 def _estimate_advantages(
@@ -294,29 +293,6 @@ def _group_rows(estimator: str, n: int, rows: Sequence[ResponseRow]) -> np.ndarr
         groups.setdefault(key, []).append(number)
     whole = [numbers[: len(numbers) // n * n] for numbers in groups.values()]
     return np.array([number for numbers in whole for number in numbers], int)
-
-
-def write_results(
-    options: dict[str, Any],
-    workdir: Path,
-    tokenizer: Any,
-    rows: Sequence[ResponseRow],
-    scores: Scores,
-    summary: dict[str, Any],
-    started: float,
-) -> None:
-    """Write the tokens, the page with all options, and the summary."""
-    texts = [
-        decode_tokens(tokenizer, int(row.prompt_ids[-1]), row.response_ids.tolist()) for row in rows
-    ]
-    write_json_lines(workdir / "tokens.jsonl", _token_rows(rows, texts, scores.figures))
-    shown = enumerate(zip(rows[:SHOWN_RESPONSES], texts, strict=False))
-    records = [_describe_row(tokenizer, *row, scores, number) for number, row in shown]
-    status = f"{counted(len(rows), 'response')} of {options['score']['file']}, {len(records)} shown"
-    html_report.write_scores_page(
-        workdir / "report.html", options, status, summary["notes"], records
-    )
-    write_summary_file(workdir, summary | {"seconds": time.monotonic() - started})
 
 
 def _token_rows(
