@@ -184,7 +184,7 @@ def parse_topology(
     if "-" in kind and not colon and kind not in known:
         kind, _, size = kind.rpartition("-")
     kind = _OTHER_KINDS.get(kind, kind)
-    device = other or DEVICE_TYPES.get(kind)
+    device = DEVICE_TYPES.get(kind, other)
     if device is None:
         longer = [each for each in DEVICE_TYPES if each.startswith(f"{kind}-")]
         near = " or ".join(longer) or nearest_name(kind, DEVICE_TYPES)

@@ -373,8 +373,8 @@ def test_a_device_that_is_not_in_the_table_is_planned_by_its_figures(folder):
         message = f"^{' '.join(wrong)}: expected --hbm-gib, and numbers above 0"
         with pytest.raises(UserError, match=message):
             plan_command.read_plan_arguments([*words, *wrong])
-    with pytest.raises(UserError, match="h100 is known; leave out --hbm-gib=192 --tflops=1307"):
-        plan_command.read_plan_arguments([*words, "--topology=h100:8", *figures])
+    with pytest.raises(UserError, match="v5e is known; leave out --hbm-gib=192 --tflops=1307"):
+        plan_command.read_plan_arguments([*words, "--topology=v5e:2x4", *figures])
 
 
 def test_a_folder_that_is_missing_needs_no_weights(tmp_path):
