@@ -235,6 +235,8 @@ class _RowReader:
 
     def _said(self, messages: Messages, name: str) -> str:
         """Return the text of a column's last message, which may be one to imitate."""
+        if messages[-2:-1] and messages[-2]["role"] == "assistant":
+            raise self._error(f"{name} ends with two messages of the assistant; join them into one")
         is_learned = self.columns.reads_responses and self.columns.response in ("", name)
         return response_text(messages[-1], self.location, name, is_learned)
 

@@ -118,6 +118,7 @@ def test_a_chosen_column_of_answers_wins_over_gsm8ks_form():
         ({"prompt": "p", "reward_model": "4"}, "reward_model must have style and ground_truth"),
         ({"messages": "text"}, "here: messages must be a list of messages"),
         ({"messages": [assistant("Ho")]}, "no prompt before it"),
+        ({"messages": [user("A"), *[assistant("x")] * 2]}, "ends with two messages of the assis"),
         ({"instruction": None}, r"the columns instruction \(no value\); expected a prompt"),
         ({"prompt": "p", "completion": [user("x")]}, "one message of the assistant"),
         ({"prompt": "p", "chosen": "yes", "rejected": None}, "must both be set"),
