@@ -166,6 +166,7 @@ class ResponseReader:
                 yield RefusedRow(location, reason, text)
 
     def _convert(self, row: dict[str, Any], location: str, number: int) -> ResponseRow:
+        truncated = _is_truncated(row)
         if {"prompt_ids", "response_ids"} <= row.keys():
             # In a row of texts, a column of this name has something else, such as passages.
             if any(row.get("contexts") or ()):
@@ -175,7 +176,7 @@ class ResponseReader:
             response_ids = _token_ids(row, "response_ids", self.vocab_size)
         else:
             example = self.parse(row, location)
-            prompt_ids, response_ids = self._encode(example)
+            prompt_ids, response_ids = self._encode(example, truncated)
         for name, length, longest in (
             ("prompt", len(prompt_ids), self.max_prompt_length),
             ("response", len(response_ids), self.max_response_length),
@@ -202,12 +203,6 @@ class ResponseReader:
             reward = _finite(row.get(self.reward_key), self.reward_key)
             if turn_rewards is not None:
                 reward -= float(turn_rewards.sum())  # a logged score has both
-        # Text in a CSV file.
-        truncated = "" if row.get("truncated") is None else str(row["truncated"]).lower()
-        if truncated not in ("", "0", "false", "1", "true"):
-            raise UserError(
-                f"truncated: expected true or false, got {shorten(repr(row['truncated']))}"
-            )
         return ResponseRow(
             location=location,
             number=number,
@@ -216,13 +211,14 @@ class ResponseReader:
             response_ids=response_ids,
             action_mask=action_mask,
             turn_starts=turn_starts,
-            truncated=truncated in ("1", "true"),
+            truncated=truncated,
             reward=reward,
             turn_rewards=turn_rewards,
             logprobs=logprobs,
         )
 
-    def _encode(self, example: Example) -> tuple[np.ndarray, np.ndarray]:
+    def _encode(self, example: Example, truncated: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of prompt and response; one that was cut off has no end."""
         if example.response is None:
             raise UserError("has no response")
         if not example.response.strip():
@@ -234,7 +230,7 @@ class ResponseReader:
         # A chat template raises errors of any kind.
         except Exception as error:
             raise UserError(f"cannot be encoded: {error}") from error
-        return np.array(prompt_ids, np.int32), np.array(ids, np.int32)
+        return np.array(prompt_ids, np.int32), np.array(ids[: len(ids) - truncated], np.int32)
 
 
 def find_response_files(path: Path, option: str) -> list[Path]:
@@ -264,6 +260,14 @@ def _sampled_example(row: dict[str, Any]) -> Example:
         ground_truth="" if row.get("ground_truth") is None else row["ground_truth"],
         extra_info=row,
     )
+
+
+def _is_truncated(row: dict[str, Any]) -> bool:
+    # Text in a CSV file.
+    truncated = "" if row.get("truncated") is None else str(row["truncated"]).lower()
+    if truncated not in ("", "0", "false", "1", "true"):
+        raise UserError(f"truncated: expected true or false, got {shorten(repr(row['truncated']))}")
+    return truncated in ("1", "true")
 
 
 def _token_ids(row: dict[str, Any], name: str, vocab_size: int) -> np.ndarray:

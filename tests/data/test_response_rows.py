@@ -117,6 +117,7 @@ def test_the_text_of_a_csv_file_is_read_as_what_it_says(tmp_path, letters):
     first, second, third = read(path, letters, reward_key="points")
     assert (first.truncated, first.reward) == (False, 0.5)
     assert (second.truncated, second.reward) == (True, -1.0)
+    assert (len(first.response_ids), second.response_ids.tolist()) == (2, [99])
     assert third.reason.startswith("truncated: expected true or false, got 'maybe'")
 
 
