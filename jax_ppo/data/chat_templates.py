@@ -61,12 +61,16 @@ def encode_responses(
     """Return the token ids of each response as it continues the prompt, with its end.
 
     In a chat that a template renders, they encode the template's text up to the special token that
-    ends the turn. Elsewhere, and if the template writes none, the EOS is the end.
+    ends the turn. Elsewhere, and if the template writes none, the EOS is the end. A text that has
+    the end already gets no second one. Raise `UserError` for a tokenizer without an EOS.
 
     They are the ids that follow the prompt's when both are encoded together, and so the ones that a
     model would sample: some tokenizers (Llama 2's) put a space before a text encoded on its own.
     If prompt and response merge into one token, the response is encoded on its own.
     """
+    eos = tokenizer.eos_token_id
+    if eos is None:
+        raise UserError("the tokenizer has no EOS token to end responses with")
     text, special = render_prompt(tokenizer, prompt, chat_template, tools)
     prompt_ids = encode_text(tokenizer, text, special)
 
@@ -77,7 +81,7 @@ def encode_responses(
         return encode_text(tokenizer, response, special=False)
 
     if isinstance(prompt, str) or special:
-        return [[*encode(response), tokenizer.eos_token_id] for response in responses]
+        return [ids if ids[-1:] == [eos] else [*ids, eos] for ids in map(encode, responses)]
 
     def render(response: str) -> str:
         return _apply_template(tokenizer, add_response(prompt, response), chat_template, tools)
@@ -106,11 +110,15 @@ def _render_response(response: str, text: str, render: Callable[[str], str]) -> 
 
 def _end_turn(tokenizer: Tokenizer, ids: list[int], ends: set[int]) -> list[int]:
     """Return a turn up to the special token at its end, or with an EOS if it has none."""
-    for length in range(len(ids), 0, -1):
-        if ids[length - 1] in ends:
-            return ids[:length]
+    for last in reversed(range(len(ids))):
+        if ids[last] in ends:
+            # A text may end with the token that the template writes after it.
+            first = last
+            while first and ids[first - 1] == ids[last]:
+                first -= 1
+            return ids[: first + 1]
         # A template may write white space after the end of the turn.
-        if str(tokenizer.decode(ids[length - 1 :])).strip():
+        if str(tokenizer.decode(ids[last:])).strip():
             break
     return [*ids, tokenizer.eos_token_id]
 

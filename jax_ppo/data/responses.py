@@ -25,15 +25,6 @@ log = logging.getLogger(__name__)
 DEMONSTRATION_FIELDS = ("response",)
 PREFERENCE_FIELDS = ("response", "rejected")
 
-_FIELD_SOURCES = {
-    DEMONSTRATION_FIELDS: (
-        "It is read from chosen, a chat's last message, completion, response, output, solution or "
-        "answer, or from the column, or the entry of extra_info, that "
-        "config.supervised.response_key={response_key!r} names."
-    ),
-    PREFERENCE_FIELDS: "Rows with chosen and rejected, and `stories:`, give both.",
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class ResponseDataset:
@@ -90,21 +81,25 @@ def tokenize_responses(
 ) -> ResponseDataset:
     """Encode every example that `validate_responses` has accepted for the same fields.
 
-    Responses that are empty or, with the EOS, longer than `max_response_length` tokens are dropped,
-    and their number is logged. Raise `UserError` as `tokenize_prompts` does, if no example is
-    usable, or if the tokenizer has no EOS.
+    Responses that are empty, equal to the other one of their pair or, with the EOS, longer than
+    `max_response_length` tokens are dropped, and their number is logged. Raise `UserError` as
+    `tokenize_prompts` does, if no example is usable, or a response cannot be encoded.
     """
-    if tokenizer.eos_token_id is None:
-        raise UserError(f"{name}: the tokenizer has no EOS token to end responses with")
-    nonempty = [e for e in examples if all(getattr(e, field).strip() for field in fields)]
+    texts = [[getattr(example, field) for field in fields] for example in examples]
+    usable = [
+        example
+        for example, given in zip(examples, texts, strict=True)
+        if all(map(str.strip, given)) and len(set(given)) == len(fields)
+    ]
+    useless = "an empty response" + ", or two equal ones" * (len(fields) > 1)
     report_dropped(
         name,
-        len(examples) - len(nonempty),
+        len(examples) - len(usable),
         len(examples),
-        "examples, which have an empty response",
-        f"all {len(examples)} examples have an empty response; use other data",
+        f"examples, which have {useless}",
+        f"all {len(examples)} examples have {useless}; use other data",
     )
-    prompts = tokenize_prompts(nonempty, tokenizer, encoding, name)
+    prompts = tokenize_prompts(usable, tokenizer, encoding, name)
     responses = _encode_fitting_responses(prompts, tokenizer, fields, encoding, max_response_length)
     longer = f"longer than config.data.max_response_length={max_response_length} tokens"
     report_dropped(
@@ -142,9 +137,14 @@ def _encode_fitting_responses(
         given = [getattr(example, field) for field in fields]
         texts = [close_thought(mark, text) for text in given]
         closed += texts != given
-        encoded = encode_responses(
-            tokenizer, example.prompt, texts, encoding.chat_template, example.tools
-        )
+        try:
+            encoded = encode_responses(
+                tokenizer, example.prompt, texts, encoding.chat_template, example.tools
+            )
+        # A chat template raises errors of any kind.
+        except Exception as error:
+            place = example.describe_location(row + 1, prompts.name)
+            raise UserError(f"{place}: the response cannot be encoded: {error}") from error
         # A pair is dropped unless both of its responses fit.
         if max(map(len, encoded)) <= max_response_length:
             responses[row] = [np.array(ids, np.int32) for ids in encoded]
@@ -162,11 +162,15 @@ def validate_responses(
         missing = [field for field in fields if getattr(example, field) is None]
         if not missing:
             continue
-        hint = ""
+        source = "Rows with chosen and rejected, and `stories:`, give both."
         if fields == DEMONSTRATION_FIELDS:
-            hint = did_you_mean(response_key, example.extra_info)
-        source = _FIELD_SOURCES[fields].format(response_key=response_key)
+            source = (
+                "It is read from chosen, a chat's last message, completion, response, output, "
+                "solution or answer, or from the column, or the entry of extra_info, that "
+                f"config.supervised.response_key={response_key!r} names."
+                f"{did_you_mean(response_key, example.extra_info)}"
+            )
         raise UserError(
             f"{example.describe_location(row, name)} (data_source {example.data_source!r}) has no "
-            f"{' and no '.join(missing)}. {source}{hint}"
+            f"{' and no '.join(missing)}. {source}"
         )

@@ -247,7 +247,7 @@ def _render_example(
     for message in () if isinstance(example.prompt, str) else example.prompt:
         # Of what tools and assistants said before, templates may write another form.
         calls: Any = message.get("tool_calls", [])
-        said = [call.get("function", call).get("name", "") for call in calls]
+        said = [str(call.get("function", call).get("name", "")) for call in calls]
         if message["role"] not in ("assistant", "tool", "function", "ipython"):
             said = [message["content"].strip()]
         if not all(part in text for part in said):

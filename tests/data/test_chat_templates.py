@@ -83,8 +83,8 @@ def test_a_chat_that_ends_with_the_assistant_is_continued(with_specials):
 def test_a_trained_turn_is_what_the_template_renders(with_specials, opening, brief, trained):
     """Regression: the tokenizer's EOS ended it, and no blank was before it."""
     made = chat_ml(with_specials, opening=opening)
-    (ids,) = encode_responses(made, ASKED, ["has 3"], {"brief": brief})
-    assert made.decode(ids) == trained
+    ids, ended = encode_responses(made, ASKED, ["has 3", "has 3<|im_end|>"], {"brief": brief})
+    assert made.decode(ids) == trained and ended == ids
     assert made.decode(encode_prompt(made, ASKED, {"brief": brief})).endswith(
         "[assistant]" + " Briefly:" * brief + opening
     )
@@ -172,12 +172,16 @@ def test_a_message_that_the_template_leaves_out_is_refused(with_specials):
     with pytest.raises(UserError, match="example 1: the chat template leaves out .*'developer'"):
         tokenize_prompts(rows, with_specials, PromptEncoding(max_prompt_length=64))
     tokenize_prompts(rows, with_specials, PromptEncoding(64, chat_template=False))
-    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": 7}}]}
     rows = [Example((user, called, {"role": "tool", "content": "4"}), "x")]
-    with pytest.raises(UserError, match=r"leaves out .*'assistant', \['add'\]"):
+    with pytest.raises(UserError, match=r"leaves out .*'assistant', \['7'\]"):
         tokenize_prompts(rows, with_specials, PromptEncoding(max_prompt_length=64))
     with_specials.chat_template = "{{ messages[1].tool_calls }}" + with_specials.chat_template
     tokenize_prompts(rows, with_specials, PromptEncoding(max_prompt_length=64))
+    with_specials.chat_template = "Tom{{ raise_exception('no turns') if messages[1:] }}"
+    rows = [Example((user,), "x", response="a")]
+    with pytest.raises(UserError, match="example 1: the response cannot be encoded: no turns"):
+        tokenize_responses(rows, with_specials, ("response",), PromptEncoding(64), 64)
 
 
 def test_a_named_bos_is_not_added_where_the_tokenizer_adds_none(trained):

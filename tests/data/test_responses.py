@@ -53,11 +53,10 @@ def test_stories_have_a_joyful_and_a_sad_sentence():
 def test_a_response_is_encoded_as_it_goes_on(trained):
     tokenizer, _ = trained
     prompt, response = "Tom has 3 apples.", " He buys 2 more."
-    ids = encode_responses(tokenizer, prompt, [response])[0]
-    assert encode_prompt(tokenizer, prompt) + ids == [
-        *tokenizer.encode(prompt + response),
-        tokenizer.eos_token_id,
-    ]
+    ids, ended = encode_responses(tokenizer, prompt, [response, response + "<eos>"])
+    whole = [*tokenizer.encode(prompt + response), tokenizer.eos_token_id]
+    # Regression: a text with the EOS got a second one.
+    assert encode_prompt(tokenizer, prompt) + ids == whole and ended == ids
     # Where prompt and response would merge into one token, each is encoded separately.
     prompt, response = "How many appl", "es"
     assert tokenizer.encode(prompt + response) != tokenizer.encode(prompt) + tokenizer.encode(
@@ -159,18 +158,15 @@ def test_a_missing_response_is_told():
         )
 
 
-def test_empty_responses_are_dropped(trained, caplog):
-    examples = [
-        Example("Tom", "x", response=" has 1.", rejected=" "),
-        Example("Ann", "x", response=" 1", rejected=" 2"),
-    ]
+def test_empty_and_equal_responses_are_dropped(trained, caplog):
+    """Regression: the accuracy of equal responses was 0 or 1, by rounding."""
+    rejected = (" ", " has 1.", " 2")
+    examples = [Example("Tom", "x", response=" has 1.", rejected=text) for text in rejected]
     data = tokenize(examples, trained[0], responses.PREFERENCE_FIELDS)
-    assert (
-        data.prompts.examples == (examples[1],)
-        and "dropped 1 of 2 examples, which have an empty response" in caplog.text
-    )
-    with pytest.raises(UserError, match="all 1 examples have an empty response"):
-        tokenize(examples[:1], trained[0], responses.PREFERENCE_FIELDS)
+    assert data.prompts.examples == (examples[2],)
+    assert "dropped 2 of 3 examples, which have an empty response, or two equal" in caplog.text
+    with pytest.raises(UserError, match="all 2 examples have an empty response"):
+        tokenize(examples[:2], trained[0], responses.PREFERENCE_FIELDS)
 
 
 def test_a_plain_reply_closes_the_thought_that_its_prompt_opens(tmp_path, caplog):
