@@ -17,8 +17,15 @@ from jax_ppo.environments.loading import describe_tools, load_environment_class
 from jax_ppo.errors import UserError, counted, printable_lines, shorten
 from jax_ppo.rewards import reward_functions, row_rules
 from jax_ppo.run import rule_trial
+from jax_ppo.run.parts import batches_in_order
 from jax_ppo.run.rule_trial import MADE_UP
-from jax_ppo.run.run_examples import chat_template, load_examples, make_encoding
+from jax_ppo.run.run_examples import (
+    chat_template,
+    load_examples,
+    make_encoding,
+    tokenize_run_responses,
+    validate_run_responses,
+)
 from jax_ppo.types import Example
 
 _MAX_SHOWN = 5  # problems of one kind that are listed
@@ -36,8 +43,7 @@ def check_data(config: Config, command: str = "train") -> dict[str, Any]:
     `first_prompt_note` (which row it is, and its tokens). Raise `UserError` if the data cannot be
     read.
     """
-    response_key = config.supervised.response_key
-    read_key = None if command == "train" else response_key
+    read_key = None if command == "train" else config.supervised.response_key
     training, held_out = load_examples(config.data, config.seed, read_key)
     if command == "train":
         environment_class = load_environment_class(config.rollout.multi_turn)
@@ -56,6 +62,10 @@ def check_data(config: Config, command: str = "train") -> dict[str, Any]:
     ]
     assert parts[0] is not None, "without training examples loading fails"
     first_prompt, note = _render_first(training, tokenizer, config.data)
+    problems = [*rewards.problems, *_find_row_problems(config.data, training, parts[0])]
+    if command != "train":
+        readable = None if problems else tokenizer
+        problems += _find_response_problems(config, command, readable, training, held_out)
     return {
         "command": command,
         "training": parts[0],
@@ -64,11 +74,7 @@ def check_data(config: Config, command: str = "train") -> dict[str, Any]:
         "function_calls": [call._asdict() for call in rewards.calls],
         "first_prompt": first_prompt,
         "first_prompt_note": note,
-        "problems": [
-            *rewards.problems,
-            *_find_response_problems(training, held_out, command, response_key),
-            *_find_row_problems(config.data, training, parts[0]),
-        ],
+        "problems": problems,
         "warnings": [
             *rewards.warnings,
             *(
@@ -202,18 +208,24 @@ def _review_rewards(
 
 
 def _find_response_problems(
-    training: Sequence[Example], held_out: Sequence[Example], command: str, response_key: str
+    config: Config,
+    command: str,
+    tokenizer: Any,
+    training: Sequence[Example],
+    held_out: Sequence[Example],
 ) -> list[str]:
-    """Return what would end a run that learns from the rows' responses."""
-    problems = []
-    fields = responses.PREFERENCE_FIELDS if command == "reward_model" else ("response",)
-    data = (("config.data.train_files", training), ("config.data.val_files", held_out))
-    for option, examples in data if command != "train" else ():
-        try:
-            responses.validate_responses(examples, fields, option, response_key)
-        except UserError as error:
-            problems.append(str(error))
-    return problems
+    """Return what would end a run that learns from the rows' responses; tokens need a tokenizer."""
+    fields = responses.PREFERENCE_FIELDS
+    if command == "sft":
+        fields = responses.DEMONSTRATION_FIELDS
+    try:
+        validate_run_responses(config, fields, training, held_out)
+        if tokenizer is not None:
+            data = tokenize_run_responses(config.data, tokenizer, fields, training, held_out)[0]
+            batches_in_order(config.data, config.seed, data.prompts)
+    except UserError as error:
+        return [str(error)]
+    return []
 
 
 def _find_row_problems(data: Data, training: Sequence[Example], part: dict[str, Any]) -> list[str]:

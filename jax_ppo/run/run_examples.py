@@ -16,6 +16,7 @@ from jax_ppo.data.chat_templates import ChatTemplate
 from jax_ppo.data.columns import Columns
 from jax_ppo.data.messages import PLACEHOLDER, join_contents, shape_prompt
 from jax_ppo.data.response_rows import GivenResponses, RefusedRow, ResponseReader
+from jax_ppo.data.responses import ResponseDataset, tokenize_responses, validate_responses
 from jax_ppo.data.row_formats import parse_row
 from jax_ppo.data.tokenize_prompts import PromptDataset, PromptEncoding, tokenize_prompts
 from jax_ppo.data.tokenizer import count_ids
@@ -212,6 +213,35 @@ def tokenize_run_prompts(
         training = tokenize(examples, "config.data.train_files")
     held_out = tokenize(held_out_examples, data.held_out_option) if held_out_examples else None
     return training, held_out
+
+
+def validate_run_responses(
+    config: Config,
+    fields: tuple[str, ...],
+    training: Sequence[Example],
+    held_out: Sequence[Example],
+) -> None:
+    """Raise `UserError` for the first training or held-out example that lacks one of the fields."""
+    key = config.supervised.response_key
+    validate_responses(training, fields, "config.data.train_files", key)
+    validate_responses(held_out, fields, config.data.held_out_option, key)
+
+
+def tokenize_run_responses(
+    data: Data,
+    tokenizer: Any,
+    fields: tuple[str, ...],
+    training: Sequence[Example],
+    held_out: Sequence[Example],
+) -> tuple[ResponseDataset, ResponseDataset | None]:
+    """Return training and held-out examples as tokens; raise `UserError` if none can be used."""
+
+    def tokenize(examples: Sequence[Example], option: str) -> ResponseDataset:
+        encoding, longest = make_encoding(data), data.max_response_length
+        return tokenize_responses(examples, tokenizer, fields, encoding, longest, option)
+
+    dataset = tokenize(training, "config.data.train_files")
+    return dataset, tokenize(held_out, data.held_out_option) if held_out else None
 
 
 def read_given_responses(config: Config, workdir: Path) -> tuple[GivenResponses, int, list[str]]:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jax_ppo.config import validation
 from jax_ppo.config.schema import Config, replace_options
-from jax_ppo.data import prompt_batches, responses
+from jax_ppo.data import prompt_batches
 from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.data.responses import ResponseDataset
 from jax_ppo.memory.automatic_sizes import Sizes, rank_sizes
@@ -33,7 +33,12 @@ from jax_ppo.reporting import console
 from jax_ppo.reporting.journal import Journal
 from jax_ppo.run import life_cycle
 from jax_ppo.run.parts import batches_in_order
-from jax_ppo.run.run_examples import fingerprint_data, load_examples, make_encoding
+from jax_ppo.run.run_examples import (
+    fingerprint_data,
+    load_examples,
+    tokenize_run_responses,
+    validate_run_responses,
+)
 from jax_ppo.run.run_models import load_model_tokenizer, validate_model
 from jax_ppo.run.supervised_tasks import REWARD_MODEL, SFT, Task
 from jax_ppo.runtime import (
@@ -60,7 +65,7 @@ from jax_ppo.training.supervised_step import (
     train_step,
     trained_shapes,
 )
-from jax_ppo.types import Example, with_nan
+from jax_ppo.types import with_nan
 
 
 def train_supervised(config: Config, workdir: Path, task: Task) -> dict[str, Any]:
@@ -303,13 +308,8 @@ def build_training(config: Config, task: Task, mesh: Mesh) -> SupervisedTraining
     # 1. Notes and data, before anything of the model is read.
     for note in validation.note_unread_options(config, task.command):
         console.print_on_main(f"note: {note}")
-    response_key = config.supervised.response_key
-    training, held_out = load_examples(config.data, config.seed, response_key)
-    for examples, option in (
-        (training, "config.data.train_files"),
-        (held_out, config.data.held_out_option),
-    ):
-        responses.validate_responses(examples, task.response_fields, option, response_key)
+    training, held_out = load_examples(config.data, config.seed, config.supervised.response_key)
+    validate_run_responses(config, task.response_fields, training, held_out)
 
     # 2. The model's folder, tokenizer and architecture.
     folder = resolve_model_folder(config.model.path)
@@ -329,19 +329,9 @@ def build_training(config: Config, task: Task, mesh: Mesh) -> SupervisedTraining
 
     # 3. Examples as tokens, which fix the row length and the number of steps.
     console.print_on_main(f"tokenizing {len(training) + len(held_out)} {task.unit}")
-
-    def tokenize(examples: list[Example], option: str) -> ResponseDataset:
-        return responses.tokenize_responses(
-            examples,
-            tokenizer,
-            task.response_fields,
-            make_encoding(config.data),
-            config.data.max_response_length,
-            option,
-        )
-
-    training_set = tokenize(training, "config.data.train_files")
-    held_out_set = tokenize(held_out, config.data.held_out_option) if held_out else None
+    training_set, held_out_set = tokenize_run_responses(
+        config.data, tokenizer, task.response_fields, training, held_out
+    )
     longest = max(dataset.longest for dataset in (training_set, held_out_set) if dataset)
     parts = meshes.row_parts(mesh)
     row_length = config.packing.row_length or packing.row_width(longest, parts)

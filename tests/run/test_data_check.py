@@ -282,6 +282,11 @@ def test_too_few_or_too_long_prompts_are_a_problem(tmp_path, model, capsys):
     overrides = ("--config.data.max_prompt_length=100", "--config.data.filter_overlong_prompts=0")
     report, code = run_check(capsys, path, *options, *overrides)
     assert code == 1 and "50.0% of the prompts are longer" in report["problems"][0]
+    # Regression: responses that are dropped were no problem of sft.
+    rows = [{"prompt": "1", "response": text} for text in ("1 + " * 999, " ", "2")]
+    options = (write_rows(tmp_path / "b.jsonl", rows), *options, "--for=sft")
+    report, code = run_check(capsys, *options, "--config.data.train_batch_size=2")
+    assert code == 1 and "train_files has 1 prompt, fewer than" in report["problems"][0]
 
 
 def test_the_report_is_text_by_default(tmp_path, model, capsys):
