@@ -39,9 +39,9 @@ class ResponseRow:
     response_ids: np.ndarray  # int32 [length], length at least 1
     action_mask: np.ndarray  # bool [length], True on the tokens that the policy chose
     turn_starts: np.ndarray  # bool [length], True on the first of them in each turn
-    truncated: bool  # whether the response was cut off
-    reward: float | None  # the reward of the whole response in the file; `None` if it is not read
-    turn_rewards: np.ndarray | None  # float32 [length], within the response; `None` without any
+    truncated: bool = False  # whether the response was cut off
+    reward: float | None = None  # of the whole response in the file; `None` if it is not read
+    turn_rewards: np.ndarray | None = None  # float32 [length], within the response, if any
     logprobs: np.ndarray | None = None  # float32 [length], of the policy that drew them, if known
 
 
@@ -55,17 +55,21 @@ class GivenResponses(PromptDataset):
 
     @classmethod
     def from_rows(
-        cls, rows: Sequence[ResponseRow], reader: "ResponseReader", name: str
+        cls,
+        rows: Sequence[ResponseRow],
+        max_prompt_length: int,
+        max_response_length: int,
+        name: str = "",
     ) -> "GivenResponses":
         """Return the data set of rows; `name` is the option that names their files."""
         return cls(
             examples=tuple(row.example for row in rows),
             tokens=[row.prompt_ids for row in rows],
-            max_prompt_length=reader.max_prompt_length,
+            max_prompt_length=max_prompt_length,
             name=name,
             rows=rows,
-            max_response_length=reader.max_response_length,
-            has_rewards=bool(reader.reward_key),
+            max_response_length=max_response_length,
+            has_rewards=rows[0].reward is not None,
         )
 
     @functools.cached_property

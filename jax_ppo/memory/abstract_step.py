@@ -57,11 +57,6 @@ class Role:
         """Return the bytes of a number of the computation."""
         return int(np.dtype(self.net.dtype).itemsize)
 
-    @property
-    def stored_itemsize(self) -> int:
-        """Return the bytes of a stored number; trained parameters are float32, frozen ones not."""
-        return int(self.params["embed"]["embedding"].dtype.itemsize)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AbstractStep(StepParts):
@@ -187,28 +182,13 @@ def build_abstract_step(config: Config, mesh: Mesh, limit: float | None = None) 
 
 def _longest_examples(data: Data, are_given: bool) -> PromptDataset:
     """Return a step's prompts of the maximum length, with such responses if these are given."""
-    count = data.train_batch_size
-    examples = [Example(prompt="", data_source="", ground_truth="")] * count
-    prompt = np.zeros(data.max_prompt_length, np.int32)
+    count, width = data.train_batch_size, data.max_prompt_length
+    example = Example(prompt="", data_source="", ground_truth="")
+    prompt = np.zeros(width, np.int32)
     if not are_given:
-        return PromptDataset(examples, [prompt] * count, data.max_prompt_length)
+        return PromptDataset([example] * count, [prompt] * count, width)
     tokens = np.zeros(data.max_response_length, np.int32)
     row = ResponseRow(
-        location="",
-        number=1,
-        example=examples[0],
-        prompt_ids=prompt,
-        response_ids=tokens,
-        action_mask=tokens == 0,
-        turn_starts=tokens > 0,
-        truncated=False,
-        reward=0.0,
-        turn_rewards=None,
+        "", 1, example, prompt, tokens, action_mask=tokens == 0, turn_starts=tokens > 0
     )
-    return GivenResponses(
-        examples,
-        [prompt] * count,
-        data.max_prompt_length,
-        rows=[row] * count,
-        max_response_length=data.max_response_length,
-    )
+    return GivenResponses.from_rows([row] * count, width, len(tokens))

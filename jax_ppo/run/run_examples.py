@@ -298,4 +298,5 @@ def read_given_responses(config: Config, workdir: Path) -> tuple[GivenResponses,
         console.print_on_main(f"warning: {notes[-1]}")
     if not rows:
         raise UserError(f"{_SCORE_FILE}={config.score.file!r}: no row of {total} is usable")
-    return GivenResponses.from_rows(rows, reader, _SCORE_FILE), len(refused), notes
+    lengths = (reader.max_prompt_length, reader.max_response_length)
+    return GivenResponses.from_rows(rows, *lengths, _SCORE_FILE), len(refused), notes
