@@ -12,7 +12,7 @@ from jax_ppo.data import responses
 from jax_ppo.data import tokenizer as tokenizer_lib
 from jax_ppo.data.chat_templates import encode_prompt
 from jax_ppo.data.messages import join_contents
-from jax_ppo.data.tokenize_prompts import encode_prompts
+from jax_ppo.data.tokenize_prompts import encode_prompts, tokenize_prompts
 from jax_ppo.environments.loading import describe_tools, load_environment_class
 from jax_ppo.errors import UserError, counted, printable_lines, shorten
 from jax_ppo.rewards import reward_functions, row_rules
@@ -31,6 +31,11 @@ from jax_ppo.types import Example
 _MAX_SHOWN = 5  # problems of one kind that are listed
 _MOST_IN_WORKERS = 64  # responses that a function, or a rule without a time bound, is tried on
 _NO_LIMIT = 2**31  # tokens of a prompt
+# The responses that the rows of a command must have.
+_FIELDS = {
+    "sft": responses.DEMONSTRATION_FIELDS,
+    "reward_model": responses.PREFERENCE_FIELDS,
+}
 
 
 def check_data(config: Config, command: str = "train") -> dict[str, Any]:
@@ -48,7 +53,7 @@ def check_data(config: Config, command: str = "train") -> dict[str, Any]:
     if command == "train":
         environment_class = load_environment_class(config.rollout.multi_turn)
         training, held_out = (describe_tools(environment_class, e) for e in (training, held_out))
-    tokenizer = _load_tokenizer(config.model)
+    tokenizer = _load_tokenizer(config.model, config.data.date)
     rewards = _RewardReview(not_run=f"{command} reads no rewards")
     if command == "train":
         rewards = _RewardReview(not_run="an environment gives the rewards")
@@ -63,9 +68,17 @@ def check_data(config: Config, command: str = "train") -> dict[str, Any]:
     assert parts[0] is not None, "without training examples loading fails"
     first_prompt, note = _render_first(training, tokenizer, config.data)
     problems = [*rewards.problems, *_find_row_problems(config.data, training, parts[0])]
-    if command != "train":
-        readable = None if problems else tokenizer
-        problems += _find_response_problems(config, command, readable, training, held_out)
+    problems += _find_first_failure(
+        config.data,
+        config.seed,
+        _FIELDS.get(command, ()),
+        config.supervised.response_key,
+        tokenizer=None if problems else tokenizer,
+        examples=(training, held_out),
+    )
+    warnings = [*rewards.warnings]
+    for name, part in zip(("training", "held-out"), parts, strict=True):
+        warnings += [f"{name} data: {line}" for line in part["rule"]["warnings"]] if part else []
     return {
         "command": command,
         "training": parts[0],
@@ -75,14 +88,7 @@ def check_data(config: Config, command: str = "train") -> dict[str, Any]:
         "first_prompt": first_prompt,
         "first_prompt_note": note,
         "problems": problems,
-        "warnings": [
-            *rewards.warnings,
-            *(
-                f"{name} data: {line}"
-                for name, part in zip(("training", "held-out"), parts, strict=True)
-                for line in (part["rule"]["warnings"] if part else ())
-            ),
-        ],
+        "warnings": warnings,
     }
 
 
@@ -111,11 +117,11 @@ def _prompts(examples: Sequence[Example]) -> set[str]:
     return {join_contents(example.prompt) for example in examples}
 
 
-def _load_tokenizer(options: Model) -> Any:
+def _load_tokenizer(options: Model, date: str) -> Any:
     """Return the tokenizer that a run would use, `None` if no model is named."""
     for name in ("tokenizer_path", "path"):
         if path := getattr(options, name):
-            return tokenizer_lib.load_tokenizer(path, option=f"config.model.{name}")
+            return tokenizer_lib.load_tokenizer(path, f"config.model.{name}", date)
     return None
 
 
@@ -207,22 +213,29 @@ def _review_rewards(
     return _RewardReview(not_run or "a function fails" * bool(problems), problems, warnings, calls)
 
 
-def _find_response_problems(
-    config: Config,
-    command: str,
+def _find_first_failure(
+    data: Data,
+    seed: int,
+    fields: tuple[str, ...],
+    response_key: str,
     tokenizer: Any,
-    training: Sequence[Example],
-    held_out: Sequence[Example],
+    examples: tuple[Sequence[Example], Sequence[Example]],
 ) -> list[str]:
-    """Return what would end a run that learns from the rows' responses; tokens need a tokenizer."""
-    fields = responses.PREFERENCE_FIELDS
-    if command == "sft":
-        fields = responses.DEMONSTRATION_FIELDS
+    """Return what would end a run on its way to the first batch; tokens need a tokenizer."""
+    training, held_out = examples
     try:
-        validate_run_responses(config, fields, training, held_out)
-        if tokenizer is not None:
-            data = tokenize_run_responses(config.data, tokenizer, fields, training, held_out)[0]
-            batches_in_order(config.data, config.seed, data.prompts)
+        if fields:
+            validate_run_responses(data, response_key, fields, training, held_out)
+        if tokenizer is None:
+            return []
+        if fields:
+            prompts = tokenize_run_responses(data, tokenizer, fields, training, held_out)[0].prompts
+        else:
+            encoding = make_encoding(data)
+            prompts = tokenize_prompts(training, tokenizer, encoding)
+            if held_out:
+                tokenize_prompts(held_out, tokenizer, encoding, data.held_out_option)
+        batches_in_order(data, seed, prompts)
     except UserError as error:
         return [str(error)]
     return []
@@ -244,21 +257,12 @@ def _find_row_problems(data: Data, training: Sequence[Example], part: dict[str, 
     ]
     if empty:
         problems.append(f"{counted(len(empty), 'empty prompt')}, the first is {empty[0]}")
-    usable = part["rows"]
     tokens = part["prompt_tokens"]
-    if tokens and tokens["too_long"]:
-        if data.filter_overlong_prompts:
-            usable = round(usable * (1 - tokens["too_long"]))
-        elif data.truncation == "error":
-            problems.append(
-                f"{tokens['too_long']:.1%} of the prompts are longer than "
-                f"config.data.max_prompt_length={tokens['limit']}, and config.data.truncation="
-                "'error'"
-            )
-    if tokens and usable < data.train_batch_size:
+    refuses = not data.filter_overlong_prompts and data.truncation == "error"
+    if tokens and tokens["too_long"] and refuses:
         problems.append(
-            f"{counted(usable, 'prompt')} left, fewer than a step's config.data.train_batch_size="
-            f"{data.train_batch_size}"
+            f"{tokens['too_long']:.1%} of the prompts are longer than "
+            f"config.data.max_prompt_length={tokens['limit']}, and config.data.truncation='error'"
         )
     return problems
 

@@ -216,15 +216,15 @@ def tokenize_run_prompts(
 
 
 def validate_run_responses(
-    config: Config,
+    data: Data,
+    response_key: str,
     fields: tuple[str, ...],
     training: Sequence[Example],
     held_out: Sequence[Example],
 ) -> None:
     """Raise `UserError` for the first training or held-out example that lacks one of the fields."""
-    key = config.supervised.response_key
-    validate_responses(training, fields, "config.data.train_files", key)
-    validate_responses(held_out, fields, config.data.held_out_option, key)
+    validate_responses(training, fields, "config.data.train_files", response_key)
+    validate_responses(held_out, fields, data.held_out_option, response_key)
 
 
 def tokenize_run_responses(

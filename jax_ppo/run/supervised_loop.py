@@ -308,8 +308,9 @@ def build_training(config: Config, task: Task, mesh: Mesh) -> SupervisedTraining
     # 1. Notes and data, before anything of the model is read.
     for note in validation.note_unread_options(config, task.command):
         console.print_on_main(f"note: {note}")
-    training, held_out = load_examples(config.data, config.seed, config.supervised.response_key)
-    validate_run_responses(config, task.response_fields, training, held_out)
+    response_key = config.supervised.response_key
+    training, held_out = load_examples(config.data, config.seed, response_key)
+    validate_run_responses(config.data, response_key, task.response_fields, training, held_out)
 
     # 2. The model's folder, tokenizer and architecture.
     folder = resolve_model_folder(config.model.path)

@@ -272,21 +272,22 @@ def test_what_would_end_a_run_is_a_problem(tmp_path, capsys, rows, problem):
     assert code == 1 and any(problem in line for line in report["problems"])
 
 
-def test_too_few_or_too_long_prompts_are_a_problem(tmp_path, model, capsys):
+def test_what_leaves_too_few_rows_is_a_problem(tmp_path, model, capsys):
     path = write_rows(tmp_path / "a.jsonl", [ROW, ROW | {"question": "1 + " * 99 + "1?"}])
     options = ("--config=gsm8k", f"--config.model.path={model}", "--config.data.val_files=")
-    report, code = run_check(capsys, path, *options, "--config.data.max_prompt_length=100")
-    assert code == 1 and report["problems"] == [
-        "1 prompt left, fewer than a step's config.data.train_batch_size=256"
-    ]
-    overrides = ("--config.data.max_prompt_length=100", "--config.data.filter_overlong_prompts=0")
-    report, code = run_check(capsys, path, *options, *overrides)
+    options += ("--config.data.max_prompt_length=100",)
+    few = "config.data.train_files has 1 prompt, fewer than a step's config.data.train_batch_size"
+    report, code = run_check(capsys, path, *options)
+    assert code == 1 and [problem.partition("=")[0] for problem in report["problems"]] == [few]
+    report, code = run_check(capsys, path, *options, "--config.data.filter_overlong_prompts=0")
     assert code == 1 and "50.0% of the prompts are longer" in report["problems"][0]
-    # Regression: responses that are dropped were no problem of sft.
+    # Regression: nothing was said of held-out prompts, and of responses that are dropped.
+    report, code = run_check(capsys, path, *options, f"--config.data.val_files={path}[1:]")
+    assert code == 1 and "val_files: no prompt is left of 1" in report["problems"][0]
     rows = [{"prompt": "1", "response": text} for text in ("1 + " * 999, " ", "2")]
-    options = (write_rows(tmp_path / "b.jsonl", rows), *options, "--for=sft")
-    report, code = run_check(capsys, *options, "--config.data.train_batch_size=2")
-    assert code == 1 and "train_files has 1 prompt, fewer than" in report["problems"][0]
+    options += ("--for=sft", "--config.data.train_batch_size=2")
+    report, code = run_check(capsys, write_rows(tmp_path / "b.jsonl", rows), *options)
+    assert code == 1 and report["problems"][0].startswith(few)
 
 
 def test_the_report_is_text_by_default(tmp_path, model, capsys):
