@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jax_ppo.config.schema import Config
 from jax_ppo.data.prompt_batches import PromptBatch
-from jax_ppo.runtime import meshes, placement, sharding
+from jax_ppo.runtime import placement, sharding
 from jax_ppo.training import packing
 from jax_ppo.training.decoders import packed_row_length
 from jax_ppo.types import MiniBatches, PackedRows, Packing, Rollout
@@ -141,20 +141,10 @@ class RolloutPacker:
     def _pack(
         self, lengths: np.ndarray, groups: np.ndarray, rows_per_device: int | None
     ) -> tuple[Packing, np.ndarray]:
-        # The devices split a micro-batch's rows evenly: their number is a multiple of the shards.
-        parts = meshes.row_parts(self.mesh)
-        shards = meshes.row_shards(self.mesh) // parts
-        rows_at_once = packing.rows_per_micro_batch(
-            rows_per_device,
-            self.row_length // parts,
-            groups.shape[1],
-            shards,
-            meshes.needs_large_micro_batches(self.mesh),
+        is_packed = self.config.packing.enabled
+        return packing.pack_on_mesh(
+            self.mesh, lengths, groups, self.row_length, rows_per_device, is_packed
         )
-        packed, counts = packing.pack_samples(
-            lengths, groups, rows_at_once, self.row_length, self.config.packing.enabled
-        )
-        return packing.split_columns(packed, shards, parts), counts
 
     def _replicate(self, array: np.ndarray) -> jax.Array:
         return placement.place(array, sharding.replicated(self.mesh))

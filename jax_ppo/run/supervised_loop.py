@@ -58,14 +58,13 @@ from jax_ppo.training.networks import refuse_without_experts
 from jax_ppo.training.optimizer import make_optimizer, rounding_seed
 from jax_ppo.training.progress import Progress
 from jax_ppo.training.supervised_step import (
-    Batch,
     State,
     SupervisedStep,
     measure_batch,
     train_step,
     trained_shapes,
 )
-from jax_ppo.types import with_nan
+from jax_ppo.types import MiniBatches, Sequences, with_nan
 
 
 def train_supervised(config: Config, workdir: Path, task: Task) -> dict[str, Any]:
@@ -82,29 +81,20 @@ def train_supervised(config: Config, workdir: Path, task: Task) -> dict[str, Any
         """Return the sizes that are automatic, without estimates: the compiler decides."""
         free = replace_options(config, options)
         parts = meshes.row_parts(mesh)
-        length = packing.row_width(config.sequence_length, parts)
-        rows = _rows_at_once(mesh, None, length, config.data.train_batch_size)
+        shards = meshes.row_shards(mesh) // parts
+        length = packing.row_width(config.sequence_length, parts) // parts
+        large = meshes.needs_large_micro_batches(mesh)
+        samples = config.data.train_batch_size
         option = "supervised.micro_batch_size_per_device"
         return rank_sizes(
             free.model.gradient_checkpointing,
             (option, free.supervised.micro_batch_size_per_device),
-            rows * parts // meshes.row_shards(mesh),
+            packing.rows_per_micro_batch(None, length, samples, shards, large) // shards,
             lambda sizes: 0,
         )
 
     kind = life_cycle.TrainingKind(task.command, "quality", build, rank)
     return life_cycle.run_life_cycle(config, workdir, kind)
-
-
-def _rows_at_once(mesh: Mesh, size: int | None, row_length: int, num_rows: int) -> int:
-    parts = meshes.row_parts(mesh)
-    return packing.rows_per_micro_batch(
-        size,
-        row_length // parts,
-        num_rows,
-        meshes.row_shards(mesh) // parts,
-        meshes.needs_large_micro_batches(mesh),
-    )
 
 
 train_sft = functools.partial(train_supervised, task=SFT)
@@ -225,7 +215,7 @@ class SupervisedTraining:
                 activity.update(f"batch {number}")
                 before_batch()
                 placed = self.place_batch(self.held_out, batch)
-                batch_sums = jax.device_get(measure_batch(self._setup, state["params"], placed))
+                batch_sums = jax.device_get(measure_batch(self._setup, state["params"], *placed))
                 sums.update({name: float(value) for name, value in batch_sums.items()})
         # Sums of all batches over all units: batches of any size count by their content.
         units = sums.pop("units")
@@ -255,33 +245,32 @@ class SupervisedTraining:
             )
         journal.report_model(folder / self.task.output, self.task.next_option)
 
-    def place_batch(self, dataset: ResponseDataset, batch: PromptBatch) -> Batch:
-        """Pack the real rows of a batch of a data set, and return all of its rows on the mesh."""
+    def place_batch(
+        self, dataset: ResponseDataset, batch: PromptBatch
+    ) -> tuple[Sequences, MiniBatches]:
+        """Return all rows of a batch on the mesh, and the real ones as a packed mini-batch."""
         num_rows = len(batch.indices)
         num_responses = len(self.task.response_fields)
         sequences = dataset.sequences(batch.indices.tolist())
         # The sequences of a pair are packed as one, so that both are in one row.
         lengths = (sequences.prompt_lengths + sequences.lengths).reshape(num_responses, -1)
-        size = self.config.supervised.micro_batch_size_per_device
-        rows_at_once = _rows_at_once(self.mesh, size, self.row_length, num_rows)
         # A length of 0 takes no place in a row.
         is_real = np.arange(num_rows) < batch.count
-        packings, counts = packing.pack_samples(
+        packings, counts = packing.pack_on_mesh(
+            self.mesh,
             lengths.sum(0) * is_real,
             np.arange(num_rows)[None],
-            rows_at_once,
             self.row_length,
+            self.config.supervised.micro_batch_size_per_device,
             self.config.packing.enabled,
         )
         packed = jax.tree.map(lambda x: x[0], packings)
         if num_responses > 1:
             packed = packing.split_pairs(packed, lengths[0])
-        parts = meshes.row_parts(self.mesh)
-        packed = packing.split_columns(packed, meshes.row_shards(self.mesh) // parts, parts)
-        return Batch(
-            sequences=self._replicate(sequences),
+        return self._replicate(sequences), MiniBatches(
             packing=placement.place(packed, sharding.rows(self.mesh, axis=1)),
-            micro_batches=self._replicate(counts[0]),
+            counts=self._replicate(counts[0]),
+            members=self._replicate(np.tile(is_real, num_responses)),
         )
 
     def _batches_from(self, position: int) -> prompt_batches.PromptBatches:
@@ -299,7 +288,7 @@ class SupervisedTraining:
     ) -> tuple[State, Metrics]:
         # The host packs this batch while the mesh still computes the step before.
         batch = self.place_batch(self.training, next(batches))
-        return train_step(self._setup, state, self._replicate(np.int32(step)), batch)
+        return train_step(self._setup, state, self._replicate(np.int32(step)), *batch)
 
 
 @heartbeat.activity("preparing the run")

@@ -12,8 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from jax_ppo.runtime import meshes
 from jax_ppo.types import Packing, Sequences, pytree
 
 # Bounds on the tokens of a device's micro-batch if its rows are not configured.
@@ -99,20 +101,13 @@ def pack_samples(
 ) -> tuple[Packing, np.ndarray]:
     """Pack each group of samples (mini-batch) separately.
 
-    Args:
-      lengths_B: int [B], tokens of each sample's prompt and response.
-      groups: int [U, samples], the samples of each of U mini-batches.
-      rows_per_micro_batch: R.
-      row_length: L.
-      packed: False gives each sample a separate row.
-
-    Returns:
-      Packing of int32 [U, A, R, L], with enough micro-batches A for one row per sample; and int32
-      [U], the number of micro-batches that are not empty.
+    `lengths_B`, int [B], are the tokens of each sample's prompt and response, and `groups`, int
+    [U, samples], the samples of each of U mini-batches. Unless `packed`, each has a separate row.
+    Return a packing of int32 [U, A, R, L], with enough micro-batches A for one row per sample; and
+    int32 [U], the number of micro-batches that are not empty.
     """
     groups = np.asarray(groups)
     lengths_B = np.asarray(lengths_B)
-    # Short names for the sizes, as in the shapes above.
     R = rows_per_micro_batch
     U, samples = groups.shape
     A = -(-samples // R)
@@ -134,19 +129,37 @@ def pack_samples(
     return Packing(sample=sample.reshape(shape), position=position.reshape(shape)), counts
 
 
+def pack_on_mesh(
+    mesh: Mesh,
+    lengths_B: np.ndarray,
+    groups: np.ndarray,
+    row_length: int,
+    rows_per_device: int | None,
+    packed: bool,
+) -> tuple[Packing, np.ndarray]:
+    """Return what `pack_samples` does, for devices that split each micro-batch evenly."""
+    parts = meshes.row_parts(mesh)
+    shards = meshes.row_shards(mesh) // parts
+    rows = rows_per_micro_batch(
+        rows_per_device,
+        row_length // parts,
+        groups.shape[1],
+        shards,
+        meshes.needs_large_micro_batches(mesh),
+    )
+    packing, counts = pack_samples(lengths_B, groups, rows, row_length, packed)
+    return split_columns(packing, shards, parts), counts
+
+
 def split_columns(packed: Packing, shards: int, parts: int) -> Packing:
     """Return the packing in which the devices of `mesh.context` hold parts of the same rows.
 
     A row is cut into 2 C blocks of columns. Part i has blocks i and 2 C - 1 - i, in this order: a
     token reads the earlier ones, so the two blocks of each part have equally much to read.
 
-    Args:
-      packed: NumPy arrays [..., R, L], with L a multiple of 2 C.
-      shards: number of groups of C devices; each has R / shards rows.
-      parts: C.
-
-    Returns:
-      Packing [..., R C, L / C]: for each group, part 0 of its rows, then part 1, ...
+    `packed` has NumPy arrays [..., R, L], L a multiple of 2 C; each of `shards` groups of C =
+    `parts` devices has R / shards rows. Return a packing [..., R C, L / C]: for each group, part 0
+    of its rows, then part 1, ...
     """
     if parts == 1:
         return packed

@@ -20,13 +20,12 @@ from jax_ppo.training.optimizer import make_optimizer
 from jax_ppo.training.supervised_step import (
     LANGUAGE,
     PREFERENCE,
-    Batch,
     SupervisedStep,
     make_learner,
     measure_batch,
     train_step,
 )
-from jax_ppo.types import Packing, Sequences
+from jax_ppo.types import MiniBatches, Packing, Sequences
 
 # Adam alone would hide any scale.
 OPTIONS = schema.Supervised(training_options.CriticOptim(lr=1e-2, eps=1e-3), center_coef=0.1)
@@ -76,15 +75,16 @@ def pack_rows(objective, sequences, rows, packed=True):
     packed = jax.tree.map(lambda x: x[0], packed)
     if len(lengths) > 1:
         packed = packing.split_pairs(packed, lengths[0])
-    return Batch(sequences, packed, counts[0])
+    members = np.ones(len(sequences.lengths), bool)
+    return sequences, MiniBatches(packed, counts[0], members)
 
 
 def gradients(objective, sequences, params, rows=2, packed=True, options=OPTIONS, model=MODEL):
-    def compute(params, batch):
-        learner = make_learner(SupervisedStep(objective, options, model), batch.sequences)
-        return learner.gradients(params, batch.as_mini_batch())
+    def compute(params, sequences, batch):
+        learner = make_learner(SupervisedStep(objective, options, model), sequences)
+        return learner.gradients(params, batch)
 
-    return jax.jit(compute)(params, pack_rows(objective, sequences, rows, packed))
+    return jax.jit(compute)(params, *pack_rows(objective, sequences, rows, packed))
 
 
 def hidden_states_unpacked(sequences, params):
@@ -161,7 +161,7 @@ def test_preferences_are_learned_at_the_token_where_the_exported_model_is_read()
     losses = []
     for rows in (ended, without_end):
         setup = SupervisedStep(PREFERENCE, OPTIONS, MODEL)
-        sums = measure_batch(setup, params, pack_rows(PREFERENCE, rows, 2))
+        sums = measure_batch(setup, params, *pack_rows(PREFERENCE, rows, 2))
         losses.append(float(sums["loss"]))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
@@ -178,13 +178,14 @@ def test_losses_by_hand_where_nothing_is_known():
 def test_prompt_tokens_carry_no_gradient(monkeypatch):
     """The loss uses only positions before response tokens, not those before prompt tokens."""
     sequences, params = make_sequences(LANGUAGE)
-    packed = pack_rows(LANGUAGE, sequences, rows=1).packing
+    packed = pack_rows(LANGUAGE, sequences, rows=1)[1].packing
     rows = packing.gather_rows(sequences, Packing(packed.sample[0], packed.position[0]))
     hidden = forward.hidden_states(MODEL, params, rows)
     monkeypatch.setattr(forward, "run_decoder", lambda model, params, *_: (params["hidden"], None))
 
     def loss(hidden):
-        return LANGUAGE.sums(OPTIONS, MODEL, params | {"hidden": hidden}, sequences, rows)["loss"]
+        setup = SupervisedStep(LANGUAGE, OPTIONS, MODEL)
+        return LANGUAGE.sums(setup, params | {"hidden": hidden}, sequences, rows)["loss"]
 
     slopes = jax.grad(loss)(hidden)
     predicts_response = np.zeros(rows.tokens.shape, bool)
@@ -242,12 +243,8 @@ def test_eight_devices_take_the_step_of_one(objective):
     def take_step(**shape):
         mesh = tiny.make_mesh(math.prod(shape.values()), **shape)
         with jax.set_mesh(mesh):
-            batch = pack_rows(objective, sequences, 4)
-            placed = Batch(
-                placement.place(sequences, sharding.replicated(mesh)),
-                placement.place(batch.packing, sharding.rows(mesh, axis=1)),
-                batch.micro_batches,
-            )
+            _, batch = pack_rows(objective, sequences, 4)
+            packed = placement.place(batch.packing, sharding.rows(mesh, axis=1))
             shardings_for = functools.partial(
                 sharding.tree_shardings, mesh, rules=sharding.TRAIN_RULES
             )
@@ -258,7 +255,8 @@ def test_eight_devices_take_the_step_of_one(objective):
                 SupervisedStep(objective, OPTIONS, MODEL, total_steps=10),
                 {"params": placed_params, "optimizer": optimizer},
                 np.int32(0),
-                placed,
+                placement.place(sequences, sharding.replicated(mesh)),
+                dataclasses.replace(batch, packing=packed),
             )
             # The norm is measured before clipping.
             return jax.device_get((after["params"], metrics["loss"], metrics["grad_norm"]))
@@ -275,7 +273,7 @@ def test_measured_sums_are_those_that_are_learned_from(objective):
     sequences, params = make_sequences(objective)
     _, means = gradients(objective, sequences, params)
     setup = SupervisedStep(objective, OPTIONS, MODEL)
-    sums = measure_batch(setup, params, pack_rows(objective, sequences, 2))
+    sums = measure_batch(setup, params, *pack_rows(objective, sequences, 2))
     units = float(sums.pop("units"))
     assert units == (N if objective is PREFERENCE else sequences.lengths.sum())
     for name, mean in means.items():
