@@ -72,8 +72,9 @@ class Data:
                 "config.data.val_files={c.data.val_files!r} is held out; set one of them to its "
                 "default"),
             rule.is_set("data.train_files", "needs config.data.train_files to take rows from")))
-    train_batch_size: int = option(64, "prompts per step", unit="prompts", at_least=1,
-        read_by=LEARNING)
+    train_batch_size: int = option(64,
+        "prompts per step; what an epoch leaves over, fewer than these, is passed over",
+        unit="prompts", at_least=1, read_by=LEARNING)
     val_batch_size: int = option(256, "prompts per batch of an evaluation",
         unit="prompts", at_least=1)
     val_max_samples: int | None = option(None,

@@ -18,6 +18,7 @@ from jax_ppo.config.schema import Config, replace_options
 from jax_ppo.data import prompt_batches
 from jax_ppo.data.prompt_batches import PromptBatch
 from jax_ppo.data.responses import ResponseDataset
+from jax_ppo.errors import counted
 from jax_ppo.memory.automatic_sizes import Sizes, rank_sizes
 from jax_ppo.memory.memory_check import SupervisedMemory, validate_memory
 from jax_ppo.models.hf.load import (
@@ -315,6 +316,8 @@ def build_training(config: Config, task: Task, mesh: Mesh) -> SupervisedTraining
             "in it"
         )
     model = Transformer(architecture, jnp.dtype(config.model.dtype))
+    coef = config.supervised.router_aux_loss_coef
+    refuse_without_experts("supervised.router_aux_loss_coef", coef, 0, model)
     validate_memory(SupervisedMemory(config, model, head, mesh))
 
     # 3. Examples as tokens, which fix the row length and the number of steps.
@@ -341,12 +344,12 @@ def build_training(config: Config, task: Task, mesh: Mesh) -> SupervisedTraining
     optims = {"supervised": config.supervised.optim}
     for note in validation.note_long_warmups(run.total_steps, 0, optims):
         console.print_on_main(f"note: {note}")
-    coef = config.supervised.router_aux_loss_coef
-    refuse_without_experts("supervised.router_aux_loss_coef", coef, 0, run.model)
     if attention := describe_attention(config.model, run.model, row_length):
         console.print_on_main(attention)
+    batch_size = config.data.train_batch_size
     console.print_on_main(
         f"{len(run.training)} training and {len(run.held_out or ())} held-out {task.unit}, "
-        f"{run.total_steps} steps of {config.data.train_batch_size}"
+        f"{counted(run.total_steps, 'step')} of {batch_size} "
+        f"({run.total_steps * batch_size / len(run.training):.3g} epochs)"
     )
     return run

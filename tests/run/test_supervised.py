@@ -101,7 +101,7 @@ def test_sft_learns(sft):
     assert [entry["step"] for entry in evaluated] == [0, 6, 12] and "step 12/12" in output
     assert evaluated[0]["loss"] > 4 and evaluated[2]["loss"] < evaluated[0]["loss"] - 1.5
     assert [int(row["step"]) for row in rows if row["train/loss"]] == list(range(1, 13))
-    assert list((workdir / "tensorboard").iterdir())
+    assert list((workdir / "tensorboard").iterdir()) and "12 steps of 8 (3 epochs)" in output
 
 
 @pytest.mark.slow
