@@ -118,13 +118,13 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            self.close()
-        # After an error in one of several processes, close() would wait forever for the others.
-        elif jax.process_count() == 1:
-            # The first error is the one to report, not that of a save which it interrupted.
-            with contextlib.suppress(Exception):
-                self.close()
+        failed = error is not None
+        if failed and jax.process_count() > 1:
+            return  # this would wait forever for the other processes
+        # The first error is the one to report, not that of a save which it interrupted.
+        with contextlib.suppress(Exception) if failed else contextlib.nullcontext():
+            self.wait()
+            self._manager.close()
 
     def save(
         self,
@@ -135,25 +135,12 @@ class Checkpointer:
     ) -> None:
         """Copy the arrays and return; they are written in the background.
 
-        Saving the same step again does nothing.
-
-        Args:
-          step: number of the checkpoint.
-          arrays: trees of arrays by name, with typed PRNG keys; one that is `None` is left out.
-          meta: anything that JSON can hold.
-          metrics: without a finite best metric among them this checkpoint is never the best.
-
-        Raises:
-          TypeError: something in `meta` is not JSON.
-          UserError: the disk has too little space.
-          ValueError: the directory already had this step.
-          Exception: the previous save failed.
+        `arrays` are trees by name, with typed PRNG keys. Without a finite best metric in `metrics`
+        this checkpoint is never the best. Raise `UserError` if the disk has too little space,
+        `ValueError` if the directory has this step, `TypeError` if `meta` is not JSON, and what
+        ended the save before.
         """
-        if step == self._saved_step:
-            return
-        items = {
-            name: ocp.args.StandardSave(tree) for name, tree in arrays.items() if tree is not None
-        }
+        items = {name: ocp.args.StandardSave(tree) for name, tree in arrays.items()}
         # Serialize here, so that an error is raised here and not in the background.
         written = {"format": max(FORMATS), "run": meta}
         items[META] = ocp.args.JsonSave(json.loads(json.dumps(written)))
@@ -195,8 +182,8 @@ class Checkpointer:
     def restore(self, step: int, abstract: dict[str, Any]) -> Restored:
         """Read a checkpoint.
 
-        `abstract` has the trees to read, of `jax.ShapeDtypeStruct` with shardings on any mesh; one
-        that is `None` is left out. Arrays are cast to the dtype given here.
+        `abstract` has the trees to read, of `jax.ShapeDtypeStruct` with shardings on any mesh.
+        Arrays are cast to the dtype given here.
 
         Raises:
           FileNotFoundError: there is no such checkpoint.
@@ -204,7 +191,6 @@ class Checkpointer:
         """
         self.wait()
         # Validate files, names and shapes first: Orbax's errors do not name what is wrong.
-        wanted = {name: tree for name, tree in abstract.items() if tree is not None}
         saved_steps = self._manager.all_steps()
         if step not in saved_steps:
             raise FileNotFoundError(
@@ -215,13 +201,13 @@ class Checkpointer:
         read_meta = ocp.args.Composite(**{META: ocp.args.JsonRestore()})
         meta = self._manager.restore(step, args=read_meta)[META]
         _validate_format(checkpoint, meta)
-        for name, tree in wanted.items():
+        for name, tree in abstract.items():
             _validate_shapes(checkpoint, name, self.saved_tree(step, name), tree)
-        items = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
+        items = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
         arrays = {}
         if items:
             restored = self._manager.restore(step, args=ocp.args.Composite(**items))
-            arrays = {name: restored[name] for name in wanted}
+            arrays = {name: restored[name] for name in items}
         return Restored(arrays, meta["run"])
 
     def saved_tree(self, step: int, name: str) -> Any:
@@ -241,11 +227,6 @@ class Checkpointer:
             self._manager.wait_until_finished()
         if self._saved_step is not None:
             signals.record_saved_step(self._saved_step)
-
-    def close(self) -> None:
-        """Wait for a save in progress; nothing can be called afterwards."""
-        self.wait()
-        self._manager.close()
 
     @contextlib.contextmanager
     def _disk_errors(self) -> Iterator[None]:

@@ -36,10 +36,6 @@ log = logging.getLogger(__name__)
 class ByRole(dict[str, T]):
     """Values by the names of roles; a role without one is absent. Hashable if the values are."""
 
-    def __init__(self, **values: T | None) -> None:
-        """Keep the values that are not `None`."""
-        super().__init__({name: value for name, value in values.items() if value is not None})
-
     def __hash__(self) -> int:  # type: ignore[override]  # nothing changes it
         return hash(frozenset(self.items()))
 

@@ -119,7 +119,7 @@ def networks(config):
             lora=Lora(options.rank, options.alpha, parsing.parse_lora_targets(options.targets))
         )
     has_critic = config.has_critic and not config.shares_trunk
-    return Networks(actor=model, critic=model if has_critic else None)
+    return Networks(actor=model, critic=model) if has_critic else Networks(actor=model)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "head"))

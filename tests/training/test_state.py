@@ -57,12 +57,12 @@ def folders(tmp_path_factory):
         ({}, "actor", "zero"),
         ({"critic__path": "x"}, "reward", "zero"),
         ({"critic__path": "x", "critic__keep_head": True}, "reward", "kept"),
-        ({"critic__shared_trunk": True}, None, "shared"),
+        ({"critic__shared_trunk": True}, "", "shared"),
     ],
 )
 def test_where_a_critic_starts(folders, options, critic, head):
     config, mesh = tiny.config(algorithm__use_reference=False, **options), tiny.make_mesh()
-    places = Folders(actor=folders / "actor", critic=critic and folders / critic)
+    places = Folders(actor=folders / "actor", **({"critic": folders / critic} if critic else {}))
     with jax.set_mesh(mesh):
         nets = read_networks(config, places)
         state = StateBuilder(config, nets, mesh).create(places, lambda role: None)
