@@ -6,14 +6,7 @@
     hf:OWNER/NAME[@REVISION]/PATH/IN/REPO   such a file in a dataset repository of the hub
     hf:OWNER/NAME[/FOLDER][:SPLIT]          the files of a split of it, by default `train`
     tfds:NAME/SPLIT                         TensorFlow Datasets; TensorFlow is not needed
-    arithmetic:COUNT[:heldout]              generated word problems
-    sums:COUNT[:heldout]                    generated chats that ask for sums of two-digit numbers
-    calculations:COUNT[:heldout]            generated chats that ask for a product and a sum, or a
-                                            difference, with responses that call a calculator
-    char_count:COUNT[:heldout]              generated chats that ask how often a word has a letter,
-                                            with responses that compare each of its letters
-    stories:COUNT[:heldout]                 generated story openings, each with a joyful and a sad
-                                            continuation
+    arithmetic:COUNT[:heldout]              generated examples, see `GENERATORS`
     memory:KIND@DIGEST                      rows that a Python program has passed
 
 Several sources are separated by commas and concatenated, or mixed: SOURCE*WEIGHT. FILE[START:END],

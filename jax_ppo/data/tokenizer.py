@@ -55,10 +55,6 @@ def load_tokenizer(
     OWNER/NAME[@REVISION]. Its template writes the `date`, "" for today's. Raise `UserError` if
     there is none, it needs code from the repository, or the network is unavailable.
     """
-    if not path:
-        raise UserError(
-            f"{option}='': must be set to a folder, or to a model's name on the Hugging Face hub"
-        )
     if remote.is_address(path):
         folder = downloads.download_folder(path, option, _DOWNLOADED_FILES)
     else:
@@ -117,7 +113,6 @@ def decode_continuation(tokenizer: Tokenizer, before: int, ids: Sequence[int]) -
     Some tokenizers (Llama 2's) drop the space at the beginning of a text, so that a response
     decoded on its own would lose it. `before` is the last token of the prompt.
     """
-    # Decode with the prompt's last token in front, then cut its text off.
     prefix, text, alone = decode_texts(tokenizer, [[before], [before, *ids], ids])
     return text.removeprefix(prefix) if text.startswith(prefix) else alone
 

@@ -125,11 +125,8 @@ def rank_sizes(
 ) -> list[Sizes]:
     """Return the values of the options that are `auto`, fastest first; if none is, one empty entry.
 
-    Args:
-      checkpointing: `model.gradient_checkpointing`.
-      rows: name and value of the option of the rows that a device processes at once.
-      default_rows: the number of these rows by default.
-      estimate: returns the bytes per device that a run needs with sizes.
+    `rows` are name and value of the option of the rows that a device processes at once, and
+    `default_rows` their number by default; `estimate` returns the bytes per device with sizes.
     """
     rows_option, rows_set = rows
     options = [*_RECOMPUTATIONS] if checkpointing is None else [{}]

@@ -140,7 +140,7 @@ def _measure_program(
     step: AbstractStep, program: StepProgram, compiled: _ProgramFigures, counted: set[int]
 ) -> ProgramMemory:
     batch = bytes_per_device([x for x in compiled.arguments if id(x) not in counted])
-    resident = resident_memory(step, program.name)
+    resident = resident_memory(step, program)
     if program.kind != "resharding":  # the decoding copy has a separate column
         batch += compiled.new_result_bytes
         if step.is_separate:

@@ -19,7 +19,7 @@ from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.attention import query_block_size
 from jax_ppo.models.attention_kernels import program_for_length
 from jax_ppo.models.hf.deberta import DebertaArchitecture
-from jax_ppo.ppo.programs import StepProgram, find_step_program, planned_programs
+from jax_ppo.ppo.programs import StepProgram, planned_programs
 from jax_ppo.runtime import meshes
 from jax_ppo.runtime.devices import bytes_per_device
 from jax_ppo.runtime.parallelism.vocabulary import TPU_LANES
@@ -52,9 +52,9 @@ class ProgramMemory:
 PROCESS_BYTES = 7 * 2**30 // 10
 
 
-def resident_memory(step: AbstractStep, name: str) -> ProgramMemory:
-    """Return the bytes of arrays of known shapes in the program of this name."""
-    least, program = step.least, find_step_program(name)
+def resident_memory(step: AbstractStep, program: StepProgram) -> ProgramMemory:
+    """Return the bytes of arrays of known shapes in a program."""
+    least = step.least
     fetched = fetched_memory(program, step.step_options, step.state)
     decodes = program.kind == "sampling"
     if decodes and step.is_separate:
@@ -79,7 +79,7 @@ def estimate_memory(step: AbstractStep) -> dict[str, ProgramMemory]:
     batch = bytes_per_device((step.prompts, packed.forward, packed.mini_batches))
     return {
         program.name: dataclasses.replace(
-            resident_memory(step, program.name),
+            resident_memory(step, program),
             batch=batch,
             temporaries=_estimate_temporaries(step, program),
         )
@@ -123,9 +123,9 @@ def _sampling_bytes(step: AbstractStep) -> int:
 def _forward_bytes(step: AbstractStep, name: str, packing: Packing) -> int:
     """Return the bytes of a layer and of a chunk of logits in a pass over a micro-batch."""
     role = step.role(name)
-    rows, tokens = _rows_of_device(step, packing)
-    scores = rows * _row_scores(step, role, packing) * (FLOAT32_BYTES + role.itemsize)
-    layer = tokens * _layer_width(role, step.mesh.shape["model"]) * role.itemsize + scores
+    tokens, scores = _tokens_and_scores(step, role, packing)
+    layer = tokens * _layer_width(role, step.mesh.shape["model"]) * role.itemsize
+    layer += scores * (FLOAT32_BYTES + role.itemsize)
     head = _logit_chunk_bytes(step, role, tokens) + _head_bytes(step, role)
     return _cast_bytes(role) + _join(step, layer + _gathered_layer_bytes(step, role), head)
 
@@ -133,8 +133,7 @@ def _forward_bytes(step: AbstractStep, name: str, packing: Packing) -> int:
 def _update_bytes(step: AbstractStep, name: str, packing: Packing) -> int:
     """Return the bytes of a pass over a micro-batch and back, besides the sum of gradients."""
     role, parts = step.role(name), step.mesh.shape["model"]
-    rows, tokens = _rows_of_device(step, packing)
-    scores = rows * _row_scores(step, role, packing)
+    tokens, scores = _tokens_and_scores(step, role, packing)
     width = _layer_width(role, parts)
     # The backward pass has the gradients of outputs beside them, and four arrays of scores.
     layer = 3 * tokens * width * role.itemsize // 2 + 4 * scores * FLOAT32_BYTES
@@ -167,12 +166,13 @@ def _update_bytes(step: AbstractStep, name: str, packing: Packing) -> int:
     return fixed + _join(step, backward, head + _head_bytes(step, role))
 
 
-def _rows_of_device(step: AbstractStep, packing: Packing) -> tuple[int, int]:
-    """Return how many rows of a micro-batch, and how many of its tokens, a device has."""
+def _tokens_and_scores(step: AbstractStep, role: Role, packing: Packing) -> tuple[int, int]:
+    """Return how many tokens of a micro-batch a device has, and scores of attention at once."""
     rows, length = packing.sample.shape[-2:]
-    rows *= meshes.row_parts(step.mesh)
-    shards = meshes.row_shards(step.mesh)
-    return max(1, rows // shards), rows * length // shards
+    parts, shards = meshes.row_parts(step.mesh), meshes.row_shards(step.mesh)
+    rows *= parts
+    scores = _scores_per_row(role, length * parts, step.mesh.shape["model"])
+    return rows * length // shards, max(1, rows // shards) * scores
 
 
 def _join(step: AbstractStep, layers: int, head: int) -> int:
@@ -203,12 +203,6 @@ def _scores_per_row(role: Role, length: int, parts: int) -> int:
     return heads * min(query_block_size(length), length) * length
 
 
-def _row_scores(step: AbstractStep, role: Role, packing: Packing) -> int:
-    """Return the number of scores of a packed row at once."""
-    length = packing.sample.shape[-1] * meshes.row_parts(step.mesh)
-    return _scores_per_row(role, length, step.mesh.shape["model"])
-
-
 def _logit_chunk_bytes(step: AbstractStep, role: Role, tokens: int) -> int:
     if not role.has_logits:
         return 0
@@ -225,9 +219,9 @@ def _head_elements(step: AbstractStep, role: Role) -> int:
 def _head_bytes(step: AbstractStep, role: Role) -> int:
     itemsize = role.itemsize
     # GPUs gather the head's weights as they are stored, and then round them.
-    rounds = meshes.gathers_weights(step.mesh) and target_platform() != "tpu"
-    if rounds and role.stored_itemsize > itemsize:
-        itemsize += role.stored_itemsize
+    if meshes.gathers_weights(step.mesh) and target_platform() != "tpu":
+        stored = role.params["embed"]["embedding"].dtype.itemsize
+        itemsize += stored * (stored > itemsize)
     return _head_elements(step, role) * itemsize
 
 

@@ -133,7 +133,6 @@ def score_positions(sequences: Sequences, pad_id: int | None) -> Int[Array, " B"
     `pad_id` is the EOS, that is the token before the final EOS. A sequence of `pad_id` only is read
     at its first token. With `pad_id=None` it is the last token.
     """
-    # The largest readable column; 0 if there is none.
     column = jnp.arange(sequences.tokens.shape[1])
     lengths = sequences.prompt_lengths + sequences.lengths
     is_readable = column < lengths[:, None]

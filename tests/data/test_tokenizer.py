@@ -54,11 +54,6 @@ def test_a_folder_without_a_tokenizer(tmp_path):
         load_tokenizer(str(tmp_path))
 
 
-def test_no_path():
-    with pytest.raises(UserError, match="config.model.tokenizer_path='': must be set"):
-        load_tokenizer("")
-
-
 def test_code_of_a_repository_is_not_run(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"auto_map": {"AutoTokenizer": ["mine.Mine", None]}, "tokenizer_class": "Mine"})
