@@ -32,7 +32,7 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.registries import keep_in_memory
 from jax_ppo.reporting.sinks import read_metrics_csv
 from jax_ppo.run import data_check
-from jax_ppo.runtime import backends, meshes, placement, sharding, work_directory
+from jax_ppo.runtime import backends, meshes, placement, sharding
 from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.sampler.text_search import TextSearch, search_for
@@ -128,7 +128,7 @@ def _run(command: str, config: Config, workdir: Workdir, reward: Function) -> Ru
     options = replace_options(config, _name_reward(config.reward, reward))
     config = loading.from_config_dict(dataclasses.asdict(options), command)
     default = command_line.default_workdir(config.experiment_name, command)
-    workdir = work_directory.validated(workdir or default)
+    workdir = command_line.read_workdir(workdir or default)
     run = pkgutil.resolve_name(commands.RUNNERS[command])
     with commands.prepared_run(config, workdir, command != "train") as (resolved, folder):
         return RunResult(run(resolved, folder), workdir, folder)

@@ -90,7 +90,7 @@ def prepared_run(
     print_any_text()  # also of a script that calls the Python API
     backends.start_backends()
     compiled_programs.enable_cache(options.trainer.compilation_cache, console.print_on_main)
-    workdir = work_directory.validated(workdir)
+    workdir = command_line.read_workdir(workdir)
     if evaluates:  # before the folder is opened: a run that writes to a bucket would end
         distributed.run_on_main(lambda: work_directory.refuse_checkpoints(workdir))
     folder = Path()

@@ -4,6 +4,7 @@ Errors name the option, its value, the expectation and the nearest valid name.
 """
 
 import json
+import re
 import shlex
 import textwrap
 from collections.abc import Container, Iterable
@@ -14,7 +15,7 @@ from jax_ppo.config import config_files, loading, reference
 from jax_ppo.config.option import COMMANDS
 from jax_ppo.config.schema import Config, all_options, flatten_options, options_by_name
 from jax_ppo.config.suggestions import explain_peer_option, suggest_option
-from jax_ppo.errors import UserError, counted, did_you_mean, named_file
+from jax_ppo.errors import UserError, counted, did_you_mean, named_file, shorten
 from jax_ppo.storage import local_files, remote
 
 EXAMPLES = {"sft": "hh_rlhf_sft", "reward_model": "hh_rlhf_reward"}  # of others: arithmetic
@@ -55,11 +56,7 @@ def read_command_line(arguments: list[str], command: str = "train") -> tuple[Con
         raise UserError(f"--config: must be given, for example --config={example}")
     values = loading.read_config_file(file, command)
     config = loading.override_options(values, overrides, command)
-    if remote.is_address(workdir_value):
-        remote.validate_address(workdir_value, "--workdir", schemes=("gs",))
-        return config, workdir_value
-    workdir = workdir_value or default_workdir(config.experiment_name, command)
-    return config, local_files.expand_local_path(workdir, "--workdir")
+    return config, read_workdir(workdir_value or default_workdir(config.experiment_name, command))
 
 
 def read_arguments(arguments: Iterable[str]) -> tuple[str, str, dict[str, Any]]:
@@ -115,6 +112,24 @@ def take_flags(
         else:
             raise UserError(f"{word}: no such option.{hint}")
     return flags, others
+
+
+def read_workdir(workdir: str | Path) -> str | Path:
+    """Return a work directory as an address or a path; raise `UserError` for a wrong one."""
+    read: str | Path
+    # Orbax looks for the parts of a checkpoint with its path as a pattern.
+    if remote.is_address(str(workdir)):
+        remote.validate_address(str(workdir), "--workdir", schemes=("gs",))
+        read, forbidden = re.sub("(?<!:)/+", "/", str(workdir)), "*?[#"  # # would end the path
+    else:
+        read, forbidden = local_files.expand_local_path(str(workdir), "--workdir"), "*?["
+    path = read if isinstance(read, str) else str(read.absolute())
+    if wrong := [character for character in forbidden if character in path]:
+        raise UserError(
+            f"--workdir={shorten(path)!r}: checkpoints below a folder with {wrong[0]!r} in its "
+            "name cannot be read again; give another --workdir"
+        )
+    return read
 
 
 def default_workdir(experiment_name: str, command: str) -> str:

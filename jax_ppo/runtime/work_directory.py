@@ -32,14 +32,6 @@ _open_buckets: dict[Path, BucketFolder] = {}  # those that this process uses, by
 _lost_runs: dict[Path, str] = {}  # how a run that left its lock in the folder has ended, or ""
 
 
-def validated(workdir: str | Path) -> str | Path:
-    """Return the work directory as an address or a path; raise `UserError` for a wrong one."""
-    if not remote.is_address(str(workdir)):
-        return local_files.expand_local_path(str(workdir), "--workdir")
-    remote.validate_address(str(workdir), "--workdir", schemes=("gs",))
-    return str(workdir)
-
-
 @contextlib.contextmanager
 def open_work_directory(workdir: str | Path, report: _Report) -> Iterator[Path]:
     """Create and lock the work directory for the duration of the block, and yield its folder.

@@ -306,6 +306,7 @@ def test_overrides_and_argument(config_file):
     assert str(workdir) == "output/named"
     arguments = ["train", f"--config={config_file}", "--workdir", "~/here"]
     assert command_line.read_command_line(arguments)[1] == pathlib.Path.home() / "here"
+    assert command_line.read_workdir("gs://bucket//runs///a") == "gs://bucket/runs/a"
 
 
 def test_only_what_trains_needs_training_data(config_file):
@@ -344,7 +345,7 @@ def test_only_what_trains_needs_training_data(config_file):
         ("more.jsonl", "more.jsonl: not an option"),
         ("--config", "--config: write --config=NAME"),
         ("--workdir", "--workdir: write --workdir=FOLDER"),
-        ("--workdir=", "--workdir: write --workdir=FOLDER"),
+        ("--workdir=lr[1]", r"/lr\[1\]': checkpoints below a folder with '\[' in its name cannot"),
         ("--workdir=--config.rollout.n=2", "--workdir: write --workdir=FOLDER"),
         ("---config.rollout.n=2", "---config.rollout.n: there is no such option"),
     ],

@@ -158,6 +158,7 @@ def test_a_run_that_fails_leaves_its_last_files_in_the_bucket(server, bucket):
     [
         ("s3://bucket/run", "expected a local path or gs://BUCKET/PATH"),
         ("gs://no-such-bucket/run", "there is no bucket gs://no-such-bucket"),
+        ("gs://bucket/run#1", "checkpoints below a folder with '#' in its name cannot be read"),
     ],
 )
 def test_work_directories_that_cannot_be_are_explained(bucket, workdir, message):
