@@ -11,7 +11,7 @@ import pytest
 
 from jax_ppo import command
 from jax_ppo.errors import UserError
-from jax_ppo.runtime import work_directory
+from jax_ppo.runtime import distributed, work_directory
 from whole_run import finish, start_processes
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -112,6 +112,16 @@ def test_commands_and_the_api_hold_the_lock_while_they_run(tmp_path):
         assert (tmp_path / "config.json").exists()
         with pytest.raises(UserError, match=f"another run uses it: process {os.getpid()} on "):
             command.prepared_run(tiny.config(), tmp_path).__enter__()
+
+
+def test_processes_with_other_options_are_refused(tmp_path, monkeypatch):
+    """Regression: each updated its own copy of the weights by its own learning rate."""
+    import tiny
+
+    other = {"seed": 5, "distributed.process_id": 1}
+    monkeypatch.setattr(distributed, "allgather_json", lambda own: [own, own | other])
+    with pytest.raises(UserError, match="^config.seed: process 1 has 5, process 0 0; give all"):
+        command.prepared_run(tiny.config(seed=0), tmp_path).__enter__()
 
 
 PROCESSES = """
