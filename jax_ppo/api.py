@@ -283,7 +283,7 @@ def _search_for(policy: Policy, stop: Sequence[str]) -> TextSearch | None:
     if not is_list or not all(isinstance(string, str) and string for string in stop):
         raise UserError(f"sample: stop={stop!r}: expected a list of texts, none of them empty")
     vocab_size = policy.model.architecture.vocab_size
-    tokens = token_bytes(policy.tokenizer, f"sample: stop={stop!r}")[:vocab_size]
+    tokens = token_bytes(policy.tokenizer, f"sample: stop={stop!r}", stop)[:vocab_size]
     return search_for(stop, tokens, vocab_size)
 
 

@@ -168,8 +168,10 @@ def encode_text(tokenizer: Tokenizer, text: str, special: bool) -> list[int]:
     return ids
 
 
-def token_bytes(tokenizer: Tokenizer, option: str) -> list[bytes]:
-    """Return the bytes that each token adds to a text; special ones add only marks of thoughts.
+def token_bytes(tokenizer: Tokenizer, option: str, searched: Sequence[str]) -> list[bytes]:
+    """Return the bytes of each token in texts that are `searched` for strings.
+
+    Special tokens have none, except for those in marks of thoughts or in one of the strings.
 
     Raise `UserError` unless the vocabulary is a byte-level or a SentencePiece one.
     """
@@ -194,7 +196,8 @@ def token_bytes(tokenizer: Tokenizer, option: str) -> list[bytes]:
     special = set(tokenizer.all_special_ids)
     contents = [b""] * count_ids(tokenizer)
     for text, index in tokenizer.get_vocab().items():
-        if index not in special or is_part_of_mark(text):
+        is_text = index not in special or is_part_of_mark(text)
+        if is_text or any(text in string for string in searched):
             contents[index] = added[index].encode() if index in added else to_bytes(text)
     # Tokens of whole characters, spread over the vocabulary, must decode to their bytes.
     ascii_ids = [index for index, content in enumerate(contents) if content and content.isascii()]

@@ -121,7 +121,7 @@ def make_stop_search(options: RolloutOptions, tokenizer: Any, vocab_size: int) -
     strings = parse_strings(options.stop)
     if not strings:
         return None
-    tokens = token_bytes(tokenizer, f"config.rollout.stop={strings}")[:vocab_size]
+    tokens = token_bytes(tokenizer, f"config.rollout.stop={strings}", strings)[:vocab_size]
     return search_for(strings, tokens, vocab_size)
 
 

@@ -147,7 +147,7 @@ TEXT = "Ana has 3 apples.\n\n  She buys 12 \u00e9clairs."
 def test_a_byte_level_vocabulary(tmp_path):
     texts = [text for pair in generate_worked_solutions(50, 0.5, 0) for text in pair]
     tokenizer = train_tokenizer(texts, 600, tmp_path)
-    contents = token_bytes(tokenizer, "config.rollout.stop")
+    contents = token_bytes(tokenizer, "config.rollout.stop", ())
     ids = tokenizer.encode(TEXT)
     assert b"".join(contents[index] for index in ids).decode() == TEXT
     assert contents[tokenizer.eos_token_id] == b""
@@ -156,7 +156,7 @@ def test_a_byte_level_vocabulary(tmp_path):
 @needs("tinystories-260k")
 def test_a_sentence_piece_vocabulary():
     tokenizer = load_tokenizer(str(DATA / "tinystories-260k"))
-    contents = token_bytes(tokenizer, "config.rollout.stop")
+    contents = token_bytes(tokenizer, "config.rollout.stop", ())
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
     assert b"".join(contents[index] for index in ids).decode().lstrip(" ") == TEXT
     assert b"\n" in contents
@@ -178,9 +178,11 @@ def test_another_vocabulary_is_refused(decoder):
         make_stop_search(options, wrapped, vocab_size=3)
 
 
-def test_marks_of_thoughts_have_bytes_as_they_have_text(tmp_path):
+def test_marks_of_thoughts_and_special_tokens_in_the_string_have_bytes(tmp_path):
+    """Regression: `rollout.stop=<|im_end|>` ended no response."""
     tokenizer = train_tokenizer([TEXT], 512, tmp_path)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["[/THINK]", "<|im_end|>"]})
-    contents = token_bytes(tokenizer, "config.rollout.stop")
-    ids = tokenizer.convert_tokens_to_ids(["[/THINK]", "<|im_end|>"])
-    assert [contents[index] for index in ids] == [b"[/THINK]", b""]
+    names = ["[/THINK]", "<|im_end|>", "<|end|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": names})
+    contents = token_bytes(tokenizer, "config.rollout.stop", ["<|im_end|>\n"])
+    ids = tokenizer.convert_tokens_to_ids(names)
+    assert [contents[index] for index in ids] == [b"[/THINK]", b"<|im_end|>", b""]
