@@ -285,7 +285,8 @@ def _sampling_options(
     replays = config.actor.router_replay.mode == "R3"
     sampling = dataclasses.replace(build(rollout), returns_routed_experts=replays)
     held_out = build(rollout.val_kwargs)
-    limit = read_memory_limit()
+    is_external = ROLLOUT_ENGINES.lookup(rollout.engine).is_external
+    limit = None if is_external else read_memory_limit()  # its samples are in another memory
     slots = count_decoding_slots(memory, rollout_mesh, sampling, limit)  # they change no sample
     if not rollout.max_num_seqs and limit is not None:
         report(f"rollout.max_num_seqs: {slots} samples are decoded at once on a device")

@@ -1,6 +1,7 @@
 """The number of decoding slots that an automatic `rollout.max_num_seqs` chooses."""
 
 import dataclasses
+import types
 
 import jax
 import pytest
@@ -10,6 +11,7 @@ from jax_ppo.errors import UserError
 from jax_ppo.memory import decoding_slots
 from jax_ppo.memory.memory_check import PPOMemory
 from jax_ppo.ppo.step_parts import sampling_options
+from jax_ppo.run import build
 
 CONFIG = tiny.config(data__train_batch_size=64, rollout__n=2)
 
@@ -55,3 +57,16 @@ def test_a_number_is_taken_as_it_is_and_platforms_without_figures_have_a_fixed_o
     # It may take what an automatic number leaves to activations.
     most = int(str(refused.value).split()[-1])
     assert count_slots(40_000) < most < 64
+
+
+def test_the_samples_of_a_server_are_not_in_this_memory(monkeypatch):
+    """Regression: so many were requested at once that the process had no files left."""
+    monkeypatch.setattr(build, "read_memory_limit", lambda: 0)
+    config, mesh = tiny.config(rollout__engine="openai", rollout__url="http://x"), tiny.make_mesh(1)
+    nets, tokenizer = tiny.networks(config), types.SimpleNamespace(eos_token_id=1)
+    models, memory = (
+        types.SimpleNamespace(nets=nets, tokenizer=tokenizer),
+        PPOMemory(config, nets, mesh),
+    )
+    made = build._sampling_options(memory, mesh, models, None, pytest.fail)
+    assert [options.slots for options in made] == [decoding_slots.FALLBACK_SLOTS] * 2
