@@ -77,8 +77,9 @@ class GymnasiumDialogue:
 
     def reset(self, example: Example, seed: int) -> str:
         """Begin the dialogue with the row's own seed, if it has one; return what is shown first."""
+        row_seed = example.extra_info.get(SEED_COLUMN)
         observation, _ = self.environment.reset(
-            seed=example.extra_info.get(SEED_COLUMN, seed), options=_describe_example(example)
+            seed=seed if row_seed is None else row_seed, options=_describe_example(example)
         )
         if not isinstance(observation, str):
             raise TypeError(
@@ -92,8 +93,8 @@ class GymnasiumDialogue:
         return observation, reward, terminated or truncated, _read_info(info, self.metric_names)
 
     def close(self) -> None:
-        """Close the environment."""
-        self.environment.close()
+        """Close the environment, if it can be."""
+        getattr(self.environment, "close", lambda: None)()
 
 
 class RemoteEnvironment:

@@ -69,7 +69,7 @@ class HostEnvironment:
         self._class = environment_class
         self._tokenizer = tokenizer
         self._examples = examples
-        self.metric_names = (*metric_names, FAILED)
+        self.metric_names = (*dict.fromkeys(metric_names), FAILED)
         self._name = getattr(environment_class, "__name__", str(environment_class))
         self._frame = frame
         self._lost = ""  # why no dialogue can go on
@@ -166,7 +166,13 @@ class HostEnvironment:
             replaced, example, seed = beginning
             self._close(replaced)
             dialogue.result().reset(example, seed)
-        observation, reward, ends, *reported = dialogue.result().step(text)
+        answer = dialogue.result().step(text)
+        if not isinstance(answer, (tuple, list)) or len(answer) not in (3, 4):
+            raise WrongAnswer(
+                f"the answer to a turn is {_quote(answer)}; expected (observation, reward, whether "
+                "the dialogue has ended) or these and metrics"
+            )
+        observation, reward, ends, *reported = answer
         _validate_answer(observation, ends, takes_several=self._frame is not None)
         reward = _read_number(reward, "the reward of a turn")
         if ends:

@@ -18,6 +18,7 @@ from jax_ppo.data.chat_templates import (
 from jax_ppo.data.messages import join_contents
 from jax_ppo.data.tokenizer import encode_text
 from jax_ppo.environments.adapters import (
+    GymnasiumDialogue,
     GymnasiumEnvironment,
     RemoteEnvironment,
     has_gymnasium_reset,
@@ -52,6 +53,8 @@ def load_environment_class(options: MultiTurn) -> Callable[..., Any] | None:
     if name.startswith(("http://", "https://")):
         return RemoteEnvironment(options, info_metrics)
     if name.startswith(TOOLS_PREFIX):
+        if info_metrics:
+            raise UserError(f"{info_setting}: tools have no info; they report their own metrics")
         return ToolEnvironment(options)
     if name.startswith(_GYMNASIUM):
         try:
@@ -73,6 +76,8 @@ def load_environment_class(options: MultiTurn) -> Callable[..., Any] | None:
                 "jax_ppo/environments/protocol.py, or Gymnasium's methods"
             )
     if has_gymnasium_reset(made):
+        if made is not environment_class:
+            _try(setting, GymnasiumDialogue(made, ()).close)
         return GymnasiumEnvironment(name, environment_class, info_metrics)
     if made is not environment_class:
         raise UserError(
@@ -120,7 +125,10 @@ def try_first_reset(environment_class: Callable[..., Any] | None, example: Examp
     if not isinstance(environment_class, RemoteEnvironment | GymnasiumEnvironment):
         return ""
     setting = f"config.{ENVIRONMENT_OPTION}={environment_class}"
-    observation = _try(setting, lambda: environment_class().reset(copy.deepcopy(example), 0))
+    dialogue = _try(setting, environment_class)
+    observation: str = _try(setting, dialogue.reset, copy.deepcopy(example), 0)
+    if isinstance(dialogue, GymnasiumDialogue):
+        _try(setting, dialogue.close)
     if observation.strip() in join_contents(example.prompt):
         return ""
     return (

@@ -51,7 +51,10 @@ def make_text():
 def fail():
     raise RuntimeError("no level")
 """
-EXAMPLES = [Example("Count.", "mine", "", {"seed": 7}), Example("Count.", "mine", "", {"limit": 1})]
+EXAMPLES = [
+    Example("Count.", "mine", "", {"seed": 7}),
+    Example("Count.", "mine", "", {"limit": 1, "seed": None}),
+]
 
 
 @pytest.fixture
@@ -66,7 +69,7 @@ def load(tmp_path):
 
 
 def test_episodes_have_seeds_and_end_by_either_flag_and_info_becomes_metrics(load):
-    made, options = load("make", info_metrics="turns,missing")
+    made, options = load("make", info_metrics="turns,missing,turns")
     environment = make_environment(made, options, CharacterTokenizer(), EXAMPLES)
     answers = answer_text(environment, [0, 1], "ab")
     _, _, rewards, done, figures = answers
@@ -76,7 +79,7 @@ def test_episodes_have_seeds_and_end_by_either_flag_and_info_becomes_metrics(loa
     assert answer_text(environment, [0], "stop", turn=1)[3].tolist() == [True]
     Count = type(made().environment)
     assert sorted(Count.opened) == [(7, "Count.", 0), (101, "Count.", 1)]
-    assert Count.closed == [101, 7], "each is closed once, when it ends"
+    assert Count.closed == [None, 101, 7], "each is closed once, when it ends; first, a tried one"
 
 
 def test_a_dialogue_that_failed_or_was_cut_off_is_closed_when_another_takes_its_place(load):
@@ -84,15 +87,16 @@ def test_a_dialogue_that_failed_or_was_cut_off_is_closed_when_another_takes_its_
     environment = make_environment(made, options, CharacterTokenizer(), EXAMPLES)
     Count = type(made().environment)
     assert answer_text(environment, [0], "raise")[4].tolist() == [[1]]
-    assert Count.closed == []
+    assert Count.closed == [None]
     answer_text(environment, [0], "x")
     answer_text(environment, [0], "x")
-    assert Count.closed == [7, 7]
+    assert Count.closed == [None, 7, 7]
 
 
 def test_what_reset_shows_is_noted_unless_the_prompt_has_it(load):
     made, _ = load("Count")
     assert try_first_reset(made, EXAMPLES[0]) == ""
+    assert made.make.closed == [7]
     note = try_first_reset(made, Example("Begin.", "mine"))
     assert "'Count': reset returns it, but the prompt does not contain it" in note
 
@@ -117,12 +121,16 @@ def test_a_first_observation_that_is_no_text_is_refused(load):
         try_first_reset(made, EXAMPLES[0])
 
 
-def test_a_class_of_text_has_no_info():
-    options = MultiTurn(
-        environment="jax_ppo.environments.calculator:Calculator", info_metrics="moves"
-    )
-    with pytest.raises(UserError, match="info_metrics='moves': .* name its metrics in metric_na"):
-        load_environment_class(options)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("jax_ppo.environments.calculator:Calculator", ".* name its metrics in metric_names"),
+        ("tools:calculator", "tools have no info"),
+    ],
+)
+def test_a_class_of_text_and_tools_have_no_info(name, message):
+    with pytest.raises(UserError, match=f"info_metrics='moves': {message}"):
+        load_environment_class(MultiTurn(environment=name, info_metrics="moves"))
 
 
 def test_an_id_is_made_by_gymnasium(load, monkeypatch):

@@ -323,7 +323,7 @@ def test_rewards_beyond_float32_and_escape_sequences_are_failures(failure, caplo
         (("", -(10**400), True), f"turn is -1{'0' * 198}... of type int; expected a finite float"),
         (("", np.ones(2), True), "is array([1., 1.]) of type ndarray; expected a finite float32"),
         (("", math.nan, True), "is nan of type float; expected a finite float32"),
-        (("", math.inf, True), "is inf of type float; expected a finite float32"),
+        (("", 1.0, True, False, {}), "False, {}) of type tuple; expected (observation, reward,"),
         (("", 1e39, True), "is 1e+39 of type float; expected a finite float32"),
         (("", 1.0, np.ones(2)), "has ended is array([1., 1.]) of type ndarray; expected True or F"),
         (("", 1.0, "False"), "has ended is 'False' of type str; expected True or False"),
