@@ -114,9 +114,9 @@ def list_files(address: str, option: str) -> dict[str, RemoteFile]:
 def _require_network(address: str) -> None:
     """Raise `OSError` at once if the store's name has no address; clients retry for a minute."""
     server = {"gs": "storage.googleapis.com", "s3": "s3.amazonaws.com"}[address.partition(":")[0]]
-    # An emulator or a proxy is accessed by another address.
-    settings = ("STORAGE_EMULATOR_HOST", "AWS_ENDPOINT_URL", "HTTPS_PROXY", "https_proxy")
-    if not any(os.environ.get(name) for name in settings):
+    # An emulator, a proxy or another store (AWS_ENDPOINT_URL_S3) is accessed by another address.
+    settings = re.compile("STORAGE_EMULATOR_HOST|.*ENDPOINT_URL.*|(?i:https_proxy)")
+    if not any(value and settings.fullmatch(name) for name, value in os.environ.items()):
         socket.getaddrinfo(server, 443)
 
 
