@@ -182,7 +182,8 @@ def _pod_spec(options: argparse.Namespace, pool: Pool) -> dict[str, Any]:
     container = {
         "name": "jax-ppo",
         "image": options.image,
-        "args": [options.command, *options.arguments],
+        # Kubernetes reads $$ as $, and replaces $(NAME).
+        "args": [options.command, *(word.replace("$", "$$") for word in options.arguments)],
         "env": _environment(options, pool),
         # HF_TOKEN and WANDB_API_KEY, if the secret exists.
         "envFrom": [{"secretRef": {"name": options.secret, "optional": True}}],
@@ -253,8 +254,14 @@ def to_yaml(manifest: dict[str, Any]) -> str:
     return yaml.dump(manifest, Dumper=Dumper, sort_keys=False)
 
 
-def submit(manifest: str, namespace: str) -> int:
-    """Submit a manifest, and return kubectl's exit code."""
+def submit(manifest: str, name: str, namespace: str) -> int:
+    """Submit a manifest, in place of a run that has ended, and return kubectl's exit code."""
+    get = ["kubectl", "get", "jobset", name, f"--namespace={namespace}", "--ignore-not-found"]
+    state = subprocess.run(
+        [*get, "--output=jsonpath={.status.terminalState}"], stdout=subprocess.PIPE, text=True
+    )
+    if state.stdout:  # kubectl would leave it as it is
+        stop(name, namespace)
     command = ["kubectl", "apply", f"--namespace={namespace}", "--filename=-"]
     return subprocess.run(command, input=manifest, text=True).returncode
 
@@ -385,7 +392,7 @@ def main() -> int:
         print(to_yaml(render_jobset(options)), end="")
     elif options.verb == "start":
         manifest = to_yaml(render_jobset(options))
-        code = submit(manifest, options.namespace)
+        code = submit(manifest, options.name, options.namespace)
         if code == 0:
             record.parent.mkdir(parents=True, exist_ok=True)
             record.write_text(manifest)
@@ -393,7 +400,7 @@ def main() -> int:
     elif options.verb == "resume":
         if not record.exists():
             sys.exit(f"error: no start of {options.name} is recorded on this machine; use start")
-        return submit(record.read_text(), options.namespace)
+        return submit(record.read_text(), options.name, options.namespace)
     elif options.verb == "watch":
         return watch(options.name, options.namespace)
     else:

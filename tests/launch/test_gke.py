@@ -104,8 +104,13 @@ def test_gpu_processes_find_each_other(gke):
 
 
 def test_arguments_are_passed_on_as_they_are(gke):
-    _, _, pod = pod_template(render(gke, "--accelerator=v6e:4x4", arguments=TRICKY))
-    assert pod["containers"][0]["args"] == ["train", *TRICKY]
+    words = [*TRICKY, "$$", "$(HF_HOME)"]  # Kubernetes reads $$ as $
+    _, _, pod = pod_template(render(gke, "--accelerator=v6e:4x4", arguments=words))
+    read = [
+        word.replace("$$", "\0").replace("$(", "").replace("\0", "$")
+        for word in pod["containers"][0]["args"]
+    ]
+    assert read == ["train", *words]
 
 
 def test_a_signal_or_a_lost_node_restarts_the_run_without_limit(gke):
@@ -215,7 +220,10 @@ class TestRuns:
         applied = (tmp_path / "applied.yaml").read_text()
         assert yaml.safe_load(applied)["metadata"]["name"] == "demo"
         (tmp_path / "applied.yaml").unlink()
+        (tmp_path / "states").write_text("Failed\n")
         assert gke("resume", "demo").returncode == 0
+        log = [line.split()[0] for line in (tmp_path / "kubectl.log").read_text().splitlines()]
+        assert log == ["get", "apply", "get", "delete", "apply"], "one that has ended is replaced"
         assert (tmp_path / "applied.yaml").read_text() == applied
 
     def test_a_start_that_kubectl_refuses_fails_and_is_not_recorded(self, gke, tmp_path):
