@@ -18,9 +18,9 @@ STOP_SECONDS=${STOP_SECONDS:-300}
 MAX_RESTARTS=${MAX_RESTARTS:-3} # after the loss of a process
 
 is_running() {
-  # A process that is over may remain as a zombie for a while, to which signals can be sent.
+  # A zombie has no command line, and after a reboot the number is another process's.
   [[ ! -e train.exit && -s train.pid ]] &&
-    grep -qs '^State:[[:space:]]*[^Z[:space:]]' "/proc/$(<train.pid)/status"
+    grep -qs launch/tpu_host.sh "/proc/$(<train.pid)/cmdline"
 }
 
 install_package() {

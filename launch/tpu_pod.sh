@@ -79,10 +79,18 @@ copy_to_hosts() {
   tpus tpu-vm scp "$1" "$name:$2" --worker=all
 }
 
-# Print the state of the queued resource, or ABSENT.
+# Print the state of the queued resource, ABSENT, or UNKNOWN if gcloud cannot tell.
 slice_state() {
-  gcloud compute tpus queued-resources describe "$name" --zone="$zone" \
-    ${project:+"--project=$project"} --format='value(state.state)' 2>/dev/null || echo ABSENT
+  local state errors
+  errors=$(mktemp)
+  state=$(gcloud compute tpus queued-resources describe "$name" --zone="$zone" \
+    ${project:+"--project=$project"} --format='value(state.state)' 2>"$errors") || state=ABSENT
+  if [[ $state == ABSENT ]] && ! grep -q NOT_FOUND "$errors"; then
+    state=UNKNOWN
+    cat "$errors" >&2
+  fi
+  rm -f "$errors"
+  echo "$state"
 }
 
 wait_until_active() {
@@ -132,22 +140,22 @@ setup() {
   if [[ -n $repo ]]; then
     fetch="git init --quiet
     git fetch --quiet --depth 1 $(printf '%q' "$repo") HEAD
-    git checkout --quiet FETCH_HEAD"
+    git checkout --quiet --force FETCH_HEAD"
   else
     archive=$(mktemp -d)/jax_ppo.tar.gz
     execute git -C "$(dirname "$0")/.." archive --format=tar.gz --output="$archive" HEAD
     copy_to_hosts "$archive" jax_ppo.tar.gz
     rm -rf "$(dirname "$archive")"
-    fetch='tar -xzf ../jax_ppo.tar.gz'
+    fetch="tar -tzf ../jax_ppo.tar.gz | cut -d / -f 1 | sort -u | xargs -d '\\n' rm -rf
+    tar -xzf ../jax_ppo.tar.gz"
   fi
-  # Keep the outputs of earlier runs.
+  # Replace the checkout alone: the outputs of earlier runs stay.
   on_hosts all "set -e
     mkdir -p jax_ppo && cd jax_ppo
-    if kill -0 \"\$(cat train.pid 2>/dev/null)\" 2>/dev/null; then
+    if grep -qs launch/tpu_host.sh \"/proc/\$(cat train.pid 2>/dev/null)/cmdline\"; then
       echo 'a run is in progress; stop it first' >&2
       exit 3
     fi
-    find . -mindepth 1 -maxdepth 1 ! -name output -exec rm -rf {} +
     $fetch
     DATA_DISK_MODE=${disk:+$disk_mode} bash launch/tpu_host.sh install"
   save_record
@@ -197,7 +205,9 @@ watch() {
       exit "$code"
     fi
     state=$(slice_state)
-    if [[ $state != ACTIVE ]] || ((code == 76)); then
+    if [[ $state == UNKNOWN ]]; then
+      sleep "$POLL_SECONDS"
+    elif [[ $state != ACTIVE ]] || ((code == 76)); then
       resume
     elif on_hosts "$worker" true >/dev/null 2>&1; then
       # The host answers, so the code came from the run, which failed or was stopped by `stop`.
@@ -215,6 +225,7 @@ resume() {
     sleep "$POLL_SECONDS"
   done
   case $state in
+    UNKNOWN) exit 1 ;; # for gcloud's reason, which is printed
     ACTIVE)
       # The processes of other hosts may wait for the one that was lost.
       on_hosts all 'cd jax_ppo && bash launch/tpu_host.sh stop' >/dev/null 2>&1 || true

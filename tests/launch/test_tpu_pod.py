@@ -40,9 +40,10 @@ done
 case $4 in
   create) echo ACTIVE >"$HOME/states" ;;
   describe)
-    [[ -s $HOME/states ]] || exit 1
-    head -n 1 "$HOME/states"
+    [[ -s $HOME/states ]] || { echo "ERROR: (describe) NOT_FOUND: Resource 'pod'" >&2; exit 1; }
+    state=$(head -n 1 "$HOME/states")
     (($(wc -l <"$HOME/states") == 1)) || sed -i 1d "$HOME/states"
+    [[ $state != OFFLINE ]] && echo "$state"
     ;;
   ssh)
     [[ ! -s $HOME/states || $(head -n 1 "$HOME/states") == ACTIVE ]] || exit 255
@@ -266,7 +267,6 @@ class TestResume:
         (tmp_path / "gcloud.log").unlink()
         (tmp_path / "states").write_text("SUSPENDING\nSUSPENDED\n")
         # `setup` unpacks an archive of this checkout, which would lack the edits under test.
-        script(tmp_path / "tools/find", "true")
         script(tmp_path / "tools/tar", "true")
         run = pod("resume")
         assert run.returncode == 0, run.stderr
@@ -286,6 +286,9 @@ class TestResume:
         os.kill(group, signal.SIGSTOP)
         subprocess.run(["pkill", "-KILL", "-P", str(group)], check=True)
         os.kill(group, signal.SIGKILL)
+        # Its number may be that of another process now, and this machine offline for a while.
+        (tmp_path / "jax_ppo/train.pid").write_text(str(os.getpid()))
+        (tmp_path / "states").write_text("OFFLINE\nACTIVE\n")
         (tmp_path / "behaviour").write_text("exit 0")
         assert pod("watch", "--recover").returncode == 0
         assert len(calls(tmp_path)) == 2
@@ -299,13 +302,13 @@ class TestSetup:
     @needs_git_checkout
     def test_the_commit_is_copied_and_outputs_stay(self, pod, tmp_path):
         checkout = LAUNCH.parent
-        (tmp_path / "jax_ppo/output").mkdir(parents=True)
-        (tmp_path / "jax_ppo/output/kept").touch()
-        (tmp_path / "jax_ppo/stale.py").touch()
+        for folder in ("runs", "jax_ppo"):
+            (tmp_path / "jax_ppo" / folder).mkdir()
+            (tmp_path / "jax_ppo" / folder / "old.py").touch()
         run = pod("setup")
         assert run.returncode == 0, run.stderr
-        assert (tmp_path / "jax_ppo/output/kept").exists()
-        assert not (tmp_path / "jax_ppo/stale.py").exists()
+        assert (tmp_path / "jax_ppo/runs/old.py").exists()
+        assert not (tmp_path / "jax_ppo/jax_ppo/old.py").exists()
         listing = capture("git", "ls-tree", "-r", "--name-only", "HEAD", cwd=checkout)
         names = listing.stdout.splitlines()
         assert names and all((tmp_path / "jax_ppo" / name).exists() for name in names)
