@@ -151,12 +151,14 @@ def choose_protocol(routes: Collection[str]) -> tuple[ServerProtocol, list[str]]
 
 def _common_parameters(options: SamplingOptions) -> dict[str, Any]:
     """Return what vLLM and SGLang name alike, all of it set: no model's default applies."""
+    # Before a minimum SGLang finds strings, and vLLM their beginnings: `read_response` finds none.
+    stop = () if options.stop is None or options.min_new_tokens else options.stop.strings
     return {
         "temperature": options.temperature,
         "top_p": options.top_p,
         "min_p": options.min_p,
         "repetition_penalty": 1.0,
         "stop_token_ids": list(options.eos_ids),
-        "stop": list(options.stop.strings) if options.stop else [],
+        "stop": list(stop),
         "skip_special_tokens": False,
     }

@@ -27,7 +27,7 @@ from jax_ppo.models.lora import Lora, init_adapters, join_params
 from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime import meshes
 from jax_ppo.sampler.engine import SamplingOptions, running
-from jax_ppo.sampler.engines import external, rollout_server, server
+from jax_ppo.sampler.engines import external, protocols, rollout_server, server
 from jax_ppo.sampler.engines.external import ExternalEngine
 from jax_ppo.sampler.engines.protocols import Reply
 from jax_ppo.sampler.engines.rollout_server import ServerProcess
@@ -134,10 +134,13 @@ class TestProtocols:
             "min_tokens": 2,
             "ignore_eos": True,
             "stop_token_ids": [2],
-            "stop": ["never"],
+            "stop": [],  # servers begin to search before the minimum
             "skip_special_tokens": False,
             "logprobs": 0,
         }
+        unlimited = dataclasses.replace(options, min_new_tokens=0)
+        body = protocols.ServerProtocol().request([1], 0, unlimited)
+        assert body["sampling_params"]["stop"] == ["never"]
 
     @pytest.mark.parametrize("kind", fake_rollout_server.ROUTES)
     def test_ids_without_text_are_forbidden_and_refused(self, actor, folder, prompts, kind):
