@@ -32,11 +32,18 @@ if [ -d "$model/pieces" ]; then
 fi
 words=(--config=configs/gsm8k.py --config.model.path="$model"
     --config.data.train_files="$data/train.jsonl" --config.data.val_files="$data/test.jsonl" "$@")
-{ read -r versions && mapfile -t flags; } < <("$python" -c '
+versions=$("$python" -c '
 import sys, jax, flax, optax
-from jax_ppo.runtime.backends import GPU_VARIANTS
-print(sys.version.split()[0], *(m.__name__ + " " + m.__version__ for m in (jax, flax, optax)))
-print(*GPU_VARIANTS, sep="\n")') || exit 1
+print(sys.version.split()[0], *(m.__name__ + " " + m.__version__ for m in (jax, flax, optax)))') ||
+    exit 1
+# By default XLA (jaxlib 0.10.2) records fusions and calls of libraries in command buffers, uses
+# Triton for products and measures candidates of each (autotuning level 4). Compiled for an H100:
+flags=(
+    --xla_gpu_enable_command_buffer=+WHILE        # a loop is one launch; same kernels and seconds
+    --xla_gpu_enable_command_buffer=              # launches each kernel by itself, to compare
+    --xla_gpu_enable_triton_gemm=false            # cuBLAS: 5.9, not 7.2 s to compile 6 layers
+    --xla_gpu_experimental_gemm_fusion_v2=true    # 10.0 kernels a layer in decoding, not 12.0
+    --xla_gpu_autotune_level=0)                   # measures no candidates of products
 rows=--config.actor.ppo_micro_batch_size_per_device
 checkpointing=--config.model.gradient_checkpointing
 variants=("" "$rows=16" "$checkpointing=True" --config.rollout.reuse_logprobs=always "$rows=32"
