@@ -31,7 +31,6 @@ from jax_ppo.runtime.devices import bytes_per_device, resolve_dtype
 from jax_ppo.runtime.topologies import (
     CompilerMissingError,
     Topology,
-    cpu_devices,
     described_devices,
 )
 
@@ -151,9 +150,8 @@ def plan_step(config: Config, topology: Topology, *, compiles: bool = True) -> S
     hosts = topology.num_hosts  # with one process each
     devices, source = _describe_machine(topology, compiles)
     # Without a compiler CPU devices stand for the machine's; nothing is compiled for them.
-    mesh = meshes.make_mesh(
-        config.mesh, devices or cpu_devices(topology), decoding=separate, processes=hosts
-    )
+    placed = devices or jax.devices("cpu")[: topology.num_devices]
+    mesh = meshes.make_mesh(config.mesh, placed, decoding=separate, processes=hosts)
     with assume_platform("gpu" if platform == "cuda" else platform):  # JAX's name
         with jax.set_mesh(mesh):
 
@@ -199,7 +197,7 @@ def _find_remedies(
         measured = measure_changes(changes.save_time(), mesh, estimate_peak)
         ranked = [change for change in measured if estimated < change.needed <= available]
         for machine in plan.topology.halves():
-            devices = cpu_devices(plan.topology)[: machine.num_devices]
+            devices = jax.devices("cpu")[: machine.num_devices]
             with contextlib.suppress(UserError):  # sizes of the mesh may need all devices
                 decoding, hosts = plan.decoding_devices, machine.num_hosts
                 fewer = meshes.make_mesh(plan.config.mesh, devices, decoding, hosts)

@@ -165,9 +165,9 @@ class Topology:
         device, chips = self.device_type, math.prod(self.shape)
         while chips % 2 == 0:
             chips //= 2
-            machine = _machine(self.kind, _nearest_size(device, f"{chips}x1"), device)
-            if math.prod(machine.shape) == chips:
-                yield machine
+            sides = tuple(map(int, _nearest_size(device, f"{chips}x1").split("x")))
+            if math.prod(sides) == chips:
+                yield Topology(self.kind, sides, device)
 
 
 def parse_topology(
@@ -194,15 +194,11 @@ def parse_topology(
             + f" Did you mean {near}?" * bool(near)
         )
     nearest = _nearest_size(device, size)
-    machine = _machine(kind, nearest, device)
+    machine = Topology(kind, tuple(map(int, nearest.split("x"))), device)
     cores = math.prod(machine.shape) * device.cores_per_chip
     if size != (nearest if colon else str(cores)) or not (colon or device.slices):
         raise UserError(f"{option}={text}: there is no such machine; did you mean {machine.name}?")
     return machine
-
-
-def _machine(kind: str, size: str, device: DeviceType) -> Topology:
-    return Topology(kind, tuple(map(int, size.split("x"))), device)
 
 
 def _nearest_size(device: DeviceType, size: str) -> str:
@@ -249,11 +245,12 @@ def described_devices(topology: Topology) -> "list[jax.Device]":
 
     Raise `CompilerMissingError` without their compiler, `UserError` if it lacks the machine.
     """
-    device = topology.device_type
-    if device.platform == "cpu":
-        return cpu_devices(topology)
     import jax
     from jax.experimental import topologies
+
+    device = topology.device_type
+    if device.platform == "cpu":
+        return jax.devices("cpu")[: topology.num_devices]
 
     chips = math.prod(topology.shape)
     description: dict[str, Any] = {"platform": "tpu", "topology_name": topology.name}
@@ -287,16 +284,3 @@ COMPILERS = {
     "tpu": "libtpu is not installed (`pip install jax[tpu]`; it needs no TPU)",
     "cuda": "CUDA's compiler is not installed (`pip install jax[cuda12]`; it needs no GPU)",
 }
-
-
-def cpu_devices(topology: Topology) -> "list[jax.Device]":
-    """Return as many CPU devices as the machine has; raise `UserError` if there are fewer."""
-    import jax
-
-    devices = jax.devices("cpu")
-    if len(devices) < topology.num_devices:
-        raise UserError(
-            f"--topology={topology.name}: this process has {len(devices)} CPU devices; call "
-            "`prepare_environment` before the first use of JAX"
-        )
-    return devices[: topology.num_devices]
