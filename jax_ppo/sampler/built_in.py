@@ -1,6 +1,5 @@
 """The built-in rollout engine: the decode loop of `decode_loop.py` on the run's own mesh."""
 
-import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -48,15 +47,7 @@ class BuiltInEngine(RolloutEngine):
         """
         self._mesh = mesh
         # The actor's model in the form that decodes: layers unrolled, with a cache.
-        self._model = Transformer(
-            actor.architecture,
-            actor.dtype,
-            unrolled=True,
-            attention=actor.attention,
-            decoding=actor.decoding,
-            quantized=actor.quantized,
-            lora=actor.lora,
-        )
+        self._model = actor.clone(unrolled=True, remat=False)
         self._prepare_weights = WeightPreparation(mesh, actor, params, trained_on)
         self._programs: dict[tuple[Callable[..., Any], SamplingOptions], Any] = {}
         self._lock = threading.Lock()  # the programs are compiled ahead in a thread
@@ -96,12 +87,6 @@ class BuiltInEngine(RolloutEngine):
         self._weights = None
 
     stop = release_weights
-
-    def on_shapes(self) -> "BuiltInEngine":
-        """Return an engine with the same programs, for `run_on_shapes`; this one is not changed."""
-        engine = copy.copy(self)
-        engine._weights = None
-        return engine
 
     def _program(self, build: Callable[..., Any], options: SamplingOptions) -> Any:
         """Return what `build` makes for these options, the same program to every caller."""

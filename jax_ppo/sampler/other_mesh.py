@@ -82,12 +82,6 @@ class OtherMeshEngine(RolloutEngine):
         """Stop the engine."""
         self._engine.stop()
 
-    def on_shapes(self) -> "OtherMeshEngine":
-        """Return an engine with the same programs, for `run_on_shapes`; this one is not changed."""
-        engine = copy.copy(self)
-        engine._engine = engine_on_shapes(self._engine, self._mesh)
-        return engine
-
     def _move_embeddings(self, params: Params) -> Params:
         layouts = embedding_layouts(self._mesh, params)
         return jax.tree.map(
@@ -166,9 +160,12 @@ ContinuingEngine = BuiltInEngine | OtherMeshEngine
 
 def engine_on_shapes(engine: RolloutEngine, mesh: Mesh) -> RolloutEngine:
     """Return an engine that takes shapes: with the same programs if it runs compiled ones."""
-    if isinstance(engine, ContinuingEngine):
-        return engine.on_shapes()
-    return _RolloutShapes(mesh)
+    if not isinstance(engine, ContinuingEngine):
+        return _RolloutShapes(mesh)
+    engine = copy.copy(engine)  # the other one keeps its weights
+    if isinstance(engine, OtherMeshEngine):
+        engine._engine = engine_on_shapes(engine._engine, engine._mesh)
+    return engine
 
 
 class _RolloutShapes(RolloutEngine):

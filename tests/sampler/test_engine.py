@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import jax
 import numpy as np
@@ -17,7 +18,6 @@ from jax_ppo.sampler import engine as engine_lib
 from jax_ppo.sampler.built_in import BuiltInEngine, resolve_engine
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.engines import external
-from jax_ppo.sampler.other_mesh import engine_on_shapes
 from llama_folder import write_arithmetic_llama
 from tiny_actor import ARCHITECTURE, T
 from whole_run import read_rows
@@ -159,15 +159,10 @@ def test_a_run_whose_server_is_killed_is_the_same_run(config, tmp_path, monkeypa
 
 def test_an_engine_is_stopped_after_an_error():
     calls = []
-
-    class Engine:
-        def start(self):
-            calls.append("start")
-
-        def stop(self):
-            calls.append("stop")
-
-    with pytest.raises(KeyError), engine_lib.running(Engine()):
+    engine = types.SimpleNamespace(
+        start=lambda: calls.append("start"), stop=lambda: calls.append("stop")
+    )
+    with pytest.raises(KeyError), engine_lib.running(engine):
         raise KeyError
     assert calls == ["start", "stop"]
 
@@ -214,15 +209,3 @@ class TestBuiltInEngine:
         engine.release_weights()
         with pytest.raises(RuntimeError, match="update_weights"):
             engine.generate(prompts, jax.random.key(0), self.OPTIONS)
-
-
-def test_rollout_shapes_are_those_of_a_rollout(actor, prompts):
-    options = SamplingOptions(T, 1.0, n=2)
-    engine = engine_on_shapes(object(), tiny.make_mesh())
-    shapes = engine.generate(prompts, jax.random.key(0), options)
-    rollout = actor.sampler(options)(actor.params, prompts, jax.random.key(0))
-    assert shapes.slot_steps is None
-    for name in ("responses", "lengths", "logprobs", "truncated"):
-        expected, array = getattr(shapes, name), getattr(rollout, name)
-        assert (expected.shape, expected.dtype) == (array.shape, array.dtype), name
-    assert shapes.prompts.tokens.shape == rollout.prompts.tokens.shape

@@ -17,7 +17,7 @@ from jax_ppo.sampler.built_in import BuiltInEngine
 from jax_ppo.sampler.continuation import begin_draws, begin_responses
 from jax_ppo.sampler.decode_loop import sampler_program
 from jax_ppo.sampler.engine import SamplingOptions
-from jax_ppo.sampler.other_mesh import OtherMeshEngine
+from jax_ppo.sampler.other_mesh import OtherMeshEngine, engine_on_shapes
 from tiny_actor import ARCHITECTURE, Actor, T, make_prompts
 
 SAMPLED = SamplingOptions(T, 1.0, n=2, eos_ids=(3, 7, 11), slots=3)
@@ -133,7 +133,7 @@ def test_on_shapes_an_engine_returns_the_shapes_of_its_rollouts(run):
     with jax.set_mesh(run.mesh):
         run.wrapped.update_weights(run.params)
         with compiled_programs.run_on_shapes(record):
-            engine = run.wrapped.on_shapes()
+            engine = engine_on_shapes(run.wrapped, run.mesh)
             engine.update_weights(shapes_of(run.params))
             ahead = engine.generate(*shapes_of((run.prompts, run.key)), GREEDY)
         # The engine itself still has its weights.
@@ -165,7 +165,7 @@ def test_responses_continue_as_on_the_runs_mesh(run):
             results.append((first[:2], second[:2]))
         assert second[2].sharding.is_equivalent_to(sharding.replicated(run.mesh), 1)
         with compiled_programs.run_on_shapes():
-            engine = run.wrapped.on_shapes()
+            engine = engine_on_shapes(run.wrapped, run.mesh)
             engine.update_weights(shapes_of(run.params))
             ahead = engine.continue_responses(*shapes_of((*begun, version)), continued)
         shapes = [[x.shape for x in jax.tree.leaves(tree)] for tree in (ahead, second)]
