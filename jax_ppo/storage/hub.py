@@ -55,14 +55,6 @@ def download_snapshot(
     repo_id, revision = split_revision(name)
     kind, url_prefix = _KINDS[repo_type]
 
-    def unavailable(reason: str) -> HubError:
-        return HubError(
-            f"{option}: the {kind} {repo_id} at revision {revision} is unavailable: {reason}. Give "
-            f"a local path in {option}, or a name that the hub has; or run once with a network "
-            "(`hf download` fills the cache; HF_HOME says where it is)",
-            reason,
-        )
-
     import huggingface_hub  # imported late: local files do not need it
 
     if sys.stderr.isatty() and not sys.stdout.isatty():  # as with `| tee`: bars would tear lines
@@ -79,24 +71,27 @@ def download_snapshot(
         allow_patterns=list(patterns),
         ignore_patterns=list(ignore),
     )
+    info = None
     try:
         info = huggingface_hub.HfApi().repo_info(
             repo_id, repo_type=repo_type, revision=revision, timeout=TIMEOUT_SECONDS
         )
+        folder = download(etag_timeout=TIMEOUT_SECONDS)
     except Exception as error:  # without a network, it is one of the hub's HTTP library
         reason = _explain_refusal(error, endpoint, url, revision)
-        if not reason:
+        cause = _format_error(error)
+        if not reason and info is not None:
+            reason = f"downloading it from {endpoint} failed ({cause})"
+        elif not reason:
             if cached := _find_in_cache(download, patterns, ignore):
                 return cached
-            cause = _format_error(error)
             reason = f"{endpoint} cannot be reached ({cause}) and its cache has no copy"
-        raise unavailable(reason) from error
-    try:
-        folder = download(etag_timeout=TIMEOUT_SECONDS)
-    except Exception as error:
-        reason = _explain_refusal(error, endpoint, url, revision)
-        failure = f"downloading it from {endpoint} failed ({_format_error(error)})"
-        raise unavailable(reason or failure) from error
+        raise HubError(
+            f"{option}: the {kind} {repo_id} at revision {revision} is unavailable: {reason}. Give "
+            f"a local path in {option}, or a name that the hub has; or run once with a network "
+            "(`hf download` fills the cache; HF_HOME says where it is)",
+            reason,
+        ) from error
     names = [file.rfilename for file in getattr(info, "siblings", None) or ()]
     return Snapshot(folder=Path(folder), names=names)
 
