@@ -24,6 +24,7 @@ import shlex
 import subprocess
 import sys
 import time
+from subprocess import PIPE
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))  # of this checkout
@@ -254,35 +255,27 @@ def to_yaml(manifest: dict[str, Any]) -> str:
     return yaml.dump(manifest, Dumper=Dumper, sort_keys=False)
 
 
-def submit(manifest: str, name: str, namespace: str) -> int:
+def kubectl(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run kubectl, and return it with its exit code and, if asked for, its output."""
+    return subprocess.run(["kubectl", *words], text=True, **options)
+
+
+def submit(manifest: str, name: str, where: str) -> int:
     """Submit a manifest, in place of a run that has ended, and return kubectl's exit code."""
-    get = ["kubectl", "get", "jobset", name, f"--namespace={namespace}", "--ignore-not-found"]
-    state = subprocess.run(
-        [*get, "--output=jsonpath={.status.terminalState}"], stdout=subprocess.PIPE, text=True
-    )
-    if state.stdout:  # kubectl would leave it as it is
-        stop(name, namespace)
-    command = ["kubectl", "apply", f"--namespace={namespace}", "--filename=-"]
-    return subprocess.run(command, input=manifest, text=True).returncode
+    state = "--output=jsonpath={.status.terminalState}"
+    found = kubectl("get", "jobset", name, where, "--ignore-not-found", state, stdout=PIPE)
+    if found.stdout:  # kubectl would leave it as it is
+        stop(name, where)
+    return kubectl("apply", where, "--filename=-", input=manifest).returncode
 
 
-def watch(name: str, namespace: str) -> int:
+def watch(name: str, where: str) -> int:
     """Follow process 0 through restarts; return 0 if the run completed, else 1."""
-    selector = f"jobset.sigs.k8s.io/jobset-name={name}"
+    selector = f"--selector=jobset.sigs.k8s.io/jobset-name={name}"
     selector += ",jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0"
-    namespace_option = f"--namespace={namespace}"
     while True:
-        logs = [
-            "kubectl",
-            "logs",
-            namespace_option,
-            f"--selector={selector}",
-            "--follow",
-            "--tail=100",
-        ]
-        subprocess.run(logs)
-        get = ["kubectl", "get", "jobset", name, namespace_option, "--output=json"]
-        jobset = subprocess.run(get, stdout=subprocess.PIPE, text=True)
+        kubectl("logs", where, selector, "--follow", "--tail=100")
+        jobset = kubectl("get", "jobset", name, where, "--output=json", stdout=PIPE)
         if jobset.returncode != 0:
             return jobset.returncode
         status = json.loads(jobset.stdout).get("status", {})
@@ -296,18 +289,9 @@ def watch(name: str, namespace: str) -> int:
         time.sleep(POLL_SECONDS)
 
 
-def stop(name: str, namespace: str) -> int:
+def stop(name: str, where: str) -> int:
     """Delete the JobSet and wait until its processes have saved and ended."""
-    namespace_option = f"--namespace={namespace}"
-    return subprocess.run(
-        ["kubectl", "delete", "jobset", name, namespace_option, "--cascade=foreground"]
-    ).returncode
-
-
-def record_path(name: str, namespace: str) -> pathlib.Path:
-    """Return the file in which `start` stores the manifest for `resume`."""
-    home = os.environ.get("XDG_STATE_HOME") or pathlib.Path.home() / ".local/state"
-    return pathlib.Path(home) / "jax_ppo" / "gke" / f"{namespace}.{name}.yaml"
+    return kubectl("delete", "jobset", name, where, "--cascade=foreground").returncode
 
 
 def read_command_line(words: list[str]) -> argparse.Namespace:
@@ -380,7 +364,10 @@ def _count(text: str) -> int:
 def main() -> int:
     """Run the command line, and return the exit code."""
     options = read_command_line(sys.argv[1:])
-    record = record_path(options.name, options.namespace)
+    # The file in which `start` stores the manifest for `resume`.
+    home = os.environ.get("XDG_STATE_HOME") or pathlib.Path.home() / ".local/state"
+    record = pathlib.Path(home) / "jax_ppo" / "gke" / f"{options.namespace}.{options.name}.yaml"
+    where = f"--namespace={options.namespace}"
     if options.verb == "xpk":
         # The shell fills in the cluster's name.
         print(
@@ -392,7 +379,7 @@ def main() -> int:
         print(to_yaml(render_jobset(options)), end="")
     elif options.verb == "start":
         manifest = to_yaml(render_jobset(options))
-        code = submit(manifest, options.name, options.namespace)
+        code = submit(manifest, options.name, where)
         if code == 0:
             record.parent.mkdir(parents=True, exist_ok=True)
             record.write_text(manifest)
@@ -400,11 +387,11 @@ def main() -> int:
     elif options.verb == "resume":
         if not record.exists():
             sys.exit(f"error: no start of {options.name} is recorded on this machine; use start")
-        return submit(record.read_text(), options.name, options.namespace)
+        return submit(record.read_text(), options.name, where)
     elif options.verb == "watch":
-        return watch(options.name, options.namespace)
+        return watch(options.name, where)
     else:
-        return stop(options.name, options.namespace)
+        return stop(options.name, where)
     return 0
 
 
