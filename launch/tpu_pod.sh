@@ -168,7 +168,11 @@ send_environment() {
   # shellcheck disable=SC2064 # the folder of now
   trap "rm -rf '$folder'" EXIT
   for variable in "${variables[@]}"; do
-    [[ ! -v $variable ]] || printf '%s=%q\n' "$variable" "${!variable}"
+    if [[ -v $variable ]]; then
+      printf '%s=%q\n' "$variable" "${!variable}"
+    elif [[ " ${PASSED_VARIABLES[*]} " != *" $variable "* ]]; then
+      echo "tpu_pod.sh: --env $variable: not set here, so the run does not get it" >&2
+    fi
   done >"$folder/jax_ppo.env"
   if [[ -n $disk && $disk_mode == read-write && ! -v HF_HOME ]]; then
     echo HF_HOME=/mnt/data/huggingface >>"$folder/jax_ppo.env"

@@ -124,16 +124,12 @@ class TestCreate:
         assert (run.returncode, run.stderr) == (2, message)
         assert not (tmp_path / "gcloud.log").exists()
 
-    def test_an_explicit_version_allows_for_a_newer_type(self, pod, tmp_path):
-        assert pod("create", "--type", "v9-8", "--version", "special").returncode == 0
-        assert "--runtime-version=special" in (tmp_path / "gcloud.log").read_text()
-
-    def test_a_data_disk_is_attached(self, pod, tmp_path):
-        pod("create", "--type", "v6e-8", "--data-disk", "projects/p/zones/z/disks/d")
-        assert (
-            "--data-disk=source=projects/p/zones/z/disks/d,mode=read-only "
-            in (tmp_path / "gcloud.log").read_text()
-        )
+    def test_a_version_allows_for_newer_types_and_a_disk_is_attached(self, pod, tmp_path):
+        words = ("--type", "v9-8", "--version", "special", "--data-disk", "projects/p/disks/d")
+        assert pod("create", *words).returncode == 0
+        log = (tmp_path / "gcloud.log").read_text()
+        assert "--runtime-version=special" in log
+        assert "--data-disk=source=projects/p/disks/d,mode=read-only " in log
 
     def test_a_request_that_fails_is_reported(self, pod, tmp_path):
         fake = tmp_path / "tools/gcloud"
@@ -171,8 +167,9 @@ class TestStart:
 
     def test_secrets_reach_the_run_and_nothing_else(self, pod, tmp_path):
         secret = "hf_'$(touch /tmp/x)\" \\y"
-        run = pod("start", "--env", "EXTRA", HF_TOKEN=secret, WANDB_API_KEY="k3y", EXTRA="3xtra")
-        assert run.returncode == 0
+        more = {"HF_TOKEN": secret, "WANDB_API_KEY": "k3y", "EXTRA": "3xtra"}
+        run = pod("start", "--env", "EXTRA", "--env", "ABSENT", **more)
+        assert run.returncode == 0 and "--env ABSENT: not set here" in run.stderr
         assert (tmp_path / "environment").read_text() == f"token={secret} home=none\n"
         stored = tmp_path / "jax_ppo.env"
         assert stored.stat().st_mode & 0o777 == 0o600
