@@ -5,7 +5,6 @@ connects them before the first computation. After SIGTERM they agree on a step t
 (`agree_on_signal`); when one of them fails or is lost, all end (`faults`).
 """
 
-import contextlib
 import importlib.util
 import itertools
 import json
@@ -16,7 +15,7 @@ import socket
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -51,20 +50,24 @@ def initialize(options: schema.Distributed) -> None:
     # JAX's handler of SIGTERM would replace the one of `signals`. Its processes agree on the step
     # number after the largest one, which a run that resumes, or has yet to start, never asks for.
     jax.config.update("jax_enable_preemption_service", False)
-    with _limited_start():
-        try:
-            if arguments.get("process_id") == 0:
-                _require_free_port(arguments["coordinator_address"])
-            jax.distributed.initialize(
-                **arguments,
-                initialization_timeout=2 * _START_SECONDS,
-                heartbeat_timeout_seconds=options.heartbeat_seconds,
-            )
-        except (OSError, jax.errors.JaxRuntimeError) as error:
-            raise UserError(
-                f"JAX's coordination service cannot be used ({error}); is its port in use? "
-                "config.distributed.coordinator_address names another"
-            ) from error
+    timer = threading.Timer(_START_SECONDS, _end_unconnected)
+    timer.daemon = True
+    timer.start()
+    try:
+        if arguments.get("process_id") == 0:
+            _require_free_port(arguments["coordinator_address"])
+        jax.distributed.initialize(
+            **arguments,
+            initialization_timeout=2 * _START_SECONDS,
+            heartbeat_timeout_seconds=options.heartbeat_seconds,
+        )
+    except (OSError, jax.errors.JaxRuntimeError) as error:
+        raise UserError(
+            f"JAX's coordination service cannot be used ({error}); is its port in use? "
+            "config.distributed.coordinator_address names another"
+        ) from error
+    finally:
+        timer.cancel()
     faults.end_with_others()
     # A signal that ends one process at once ends all, with its exit code: they are restarted alike.
     signals.on_abrupt_end(faults.announce_failure)
@@ -80,30 +83,19 @@ def _require_free_port(address: str) -> None:
     raise OSError("a server listens there")
 
 
-@contextlib.contextmanager
-def _limited_start() -> Iterator[None]:
-    """End this process with one line if the block, in which it connects, takes too long."""
-
-    def end() -> None:
-        address = compat.distributed_state().coordinator_address or ""
-        cause = "one has not started, has ended since, or cannot reach it"
-        host = address.rpartition(":")[0].strip("[]")
-        try:
-            socket.getaddrinfo(host, None)
-        except (OSError, UnicodeError):  # the latter if a part has more than 63 characters
-            cause = f"the name {host!r} does not resolve on this machine; give an IP address"
-        faults.end_abruptly(
-            f"not all processes have connected to {address} within {_START_SECONDS} s: {cause}",
-            faults.LOST_EXIT_CODE,
-        )
-
-    timer = threading.Timer(_START_SECONDS, end)
-    timer.daemon = True
-    timer.start()
+def _end_unconnected() -> None:
+    """End this process with one line: not all others have connected in time."""
+    address = compat.distributed_state().coordinator_address or ""
+    cause = "one has not started, has ended since, or cannot reach it"
+    host = address.rpartition(":")[0].strip("[]")
     try:
-        yield
-    finally:
-        timer.cancel()
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError):  # the latter if a part has more than 63 characters
+        cause = f"the name {host!r} does not resolve on this machine; give an IP address"
+    faults.end_abruptly(
+        f"not all processes have connected to {address} within {_START_SECONDS} s: {cause}",
+        faults.LOST_EXIT_CODE,
+    )
 
 
 def is_main() -> bool:

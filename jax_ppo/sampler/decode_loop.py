@@ -99,7 +99,10 @@ def generate_responses(
 
 def decode_queue(job: DecodeJob, state: DecodeState) -> DecodeState:
     """Decode all samples of a job, each up to its limit if the job has limits."""
-    widths = slot_widths(job.model.decoding, job.width, job.span)
+    tokens = job.options.max_response_length  # that a slot draws of a response at most
+    if job.limit is not None:
+        tokens = job.options.partial_length or tokens
+    widths = slot_widths(job.model.decoding, job.width, tokens)
     # The first loop empties the queue; the narrower ones only finish the samples in the slots.
     for width, narrower in zip(widths, (*widths[1:], 0), strict=True):
         if width == job.width:

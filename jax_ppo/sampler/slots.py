@@ -120,19 +120,6 @@ class DecodeJob:
         return prefill_group_size(self.options, self.prompts, self.samples)
 
     @property
-    def span(self) -> int:
-        """Return the most tokens that a slot draws of a response."""
-        longest = self.options.max_response_length
-        return longest if self.limit is None else self.options.partial_length or longest
-
-    @property
-    def columns(self) -> int:
-        """Return the number of columns of a slot's cache."""
-        P = self.prompts.tokens.shape[1]
-        # Where responses continue, the prompts have columns for all tokens but the last.
-        return P + (self.options.max_response_length if self.limit is None else 1)
-
-    @property
     def refill(self) -> int:
         """Return the number of slots that are filled together, once as many are idle."""
         return max(1, self.width // 64)
@@ -168,6 +155,8 @@ def initial_state(job: DecodeJob) -> DecodeState:
     P = job.prompts.tokens.shape[1]
     N = job.samples
     B = job.width
+    # Where responses continue, the prompts have columns for all tokens but the last.
+    columns = P + (T if job.limit is None else 1)
 
     def cache(rows: int, columns: int) -> Cache:
         return tuple(
@@ -194,7 +183,7 @@ def initial_state(job: DecodeJob) -> DecodeState:
             sample=jnp.full(B, N, jnp.int32),
             drawn=jnp.zeros(B, jnp.int32),
             token=jnp.zeros(B, jnp.int32),
-            cache=cache(B, job.columns),
+            cache=cache(B, columns),
         ),
         entered=jnp.int32(0),
         prefilled=jnp.int32(0),

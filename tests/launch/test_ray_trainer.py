@@ -83,9 +83,8 @@ def test_workers_restarts_and_the_shared_folder(ray, monkeypatch, tmp_path):
     assert trainer["run_config"]["failure_config"]["max_failures"] == 0
 
 
-@pytest.mark.parametrize("name", ["v5e-16", "v5e:4x4", "v5litepod-16"])
-def test_a_tpu_slice_has_a_worker_per_host(ray, monkeypatch, name):
-    words = (f"--accelerator={name}", "--", "--config=arithmetic")
+def test_a_tpu_slice_has_a_worker_per_host(ray, monkeypatch):
+    words = ("--accelerator=v5e-16", "--", "--config=arithmetic")
     scaling = start(monkeypatch, *words)["scaling_config"]
     scaling.pop("positional")
     tpu = {"use_tpu": True, "accelerator_type": "TPU-V5LITEPOD", "topology": "4x4"}
@@ -96,12 +95,6 @@ def test_a_mistake_is_one_line_before_anything_starts(monkeypatch):
     with pytest.raises(SystemExit, match="^error: .*actor.ppo_epoch") as stopped:
         start(monkeypatch, "--", "--config=arithmetic", "--config.actor.ppo_epoch=2")
     assert "\n" not in str(stopped.value)
-
-
-def test_a_command_that_does_not_exist_is_refused(monkeypatch, capsys):
-    with pytest.raises(SystemExit):
-        start(monkeypatch, "--command=trian", "--", "--config=arithmetic")
-    assert "--command: invalid choice: 'trian'" in capsys.readouterr().err
 
 
 def test_a_run_that_fails_ends_with_one_line(ray, monkeypatch):

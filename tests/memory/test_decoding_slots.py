@@ -62,11 +62,8 @@ def test_a_number_is_taken_as_it_is_and_platforms_without_figures_have_a_fixed_o
 def test_the_samples_of_a_server_are_not_in_this_memory(monkeypatch):
     """Regression: so many were requested at once that the process had no files left."""
     monkeypatch.setattr(build, "read_memory_limit", lambda: 0)
-    config, mesh = tiny.config(rollout__engine="openai", rollout__url="http://x"), tiny.make_mesh(1)
+    config = tiny.config(rollout__engine="openai", rollout__url="http://x")
     nets, tokenizer = tiny.networks(config), types.SimpleNamespace(eos_token_id=1)
-    models, memory = (
-        types.SimpleNamespace(nets=nets, tokenizer=tokenizer),
-        PPOMemory(config, nets, mesh),
-    )
-    made = build._sampling_options(memory, mesh, models, None, pytest.fail)
+    run = types.SimpleNamespace(config=config, nets=nets, tokenizer=tokenizer)
+    made = build._sampling_options(run, tiny.make_mesh(1), run, None, pytest.fail)
     assert [options.slots for options in made] == [decoding_slots.FALLBACK_SLOTS] * 2

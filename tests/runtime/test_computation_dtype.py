@@ -18,7 +18,6 @@ from jax_ppo.runtime import devices
     [
         ("tpu", None, "bfloat16"),
         ("gpu", "9.0", "bfloat16"),
-        ("gpu", "12.0", "bfloat16"),
         ("gpu", "8.0", "bfloat16"),
         ("gpu", "7.5", "float32"),
         ("gpu", "gfx942", "bfloat16"),

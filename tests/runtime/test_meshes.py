@@ -82,8 +82,6 @@ def test_model_that_the_mesh_cannot_split():
     message = "config.mesh.model=4: must divide the model's attention heads (14); on 8 devices"
     with pytest.raises(UserError, match=f"^{re.escape(message)}"):
         meshes.validate_architecture(mesh, odd, is_encoder=True)
-    # Fewer key-value heads than devices are copied.
-    meshes.validate_architecture(tiny.make_mesh(8, model=4), tiny.ARCHITECTURE)
     hidden = dataclasses.replace(tiny.ARCHITECTURE, hidden_size=20)
     with pytest.raises(UserError, match="mesh.fsdp=8: must divide the model's hidden size .20."):
         meshes.validate_architecture(tiny.make_mesh(8, fsdp=8), hidden)

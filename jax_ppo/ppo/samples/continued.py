@@ -71,15 +71,12 @@ def choose_prompts(
     `batches`, int [prompts], with which batch each prompt came; `step` counts from 0.
     """
     complete = np.asarray(ended.all(1))
-    must_leave = entry_steps(batches) <= step - max_staleness
+    # The first two batches enter in step 0, then one in each.
+    entry_steps = np.maximum(batches - (BATCHES_IN_POOL - 1), 0)
+    must_leave = entry_steps <= step - max_staleness
     oldest = np.argsort(batches, kind="stable")
     places = oldest[complete[oldest]][:count]
     return places if len(places) == count and complete[must_leave].all() else None
-
-
-def entry_steps(batches: np.ndarray) -> np.ndarray:
-    """Return the step in which prompts entered: the first two batches in step 0, then one each."""
-    return np.maximum(batches - (BATCHES_IN_POOL - 1), 0)
 
 
 class ContinuedSource(SampleSource):

@@ -68,7 +68,13 @@ class SelectedSource(SampleSource):
                 break
             # Places that earlier draws have filled stay; the others are chosen again.
             groups, filled = choose_groups(differs, filled)
-            selected = _choose(parts.mesh, (selected or drawn, drawn), groups)
+            pools = (selected or drawn, drawn)
+            rows = rows_of_groups(groups, parts.config.responses_per_prompt)
+            selected = Selected(
+                arrays=take_on_mesh(parts.mesh, tuple(x.arrays for x in pools), rows),
+                addresses=np.concatenate([x.addresses for x in pools])[rows],
+                prompts=np.concatenate([x.prompts for x in pools])[groups],
+            )
             if filled == len(groups):
                 break
         assert selected is not None, "there is at least one draw"
@@ -157,15 +163,6 @@ def _select_responses(
         prompts=prompts,
     )
     return selected, ~is_uniform(figures_Gxk)
-
-
-def _choose(mesh: Mesh, pools: tuple[Selected, ...], groups: np.ndarray) -> Selected:
-    rows = rows_of_groups(groups, len(pools[0].addresses) // len(groups))
-    return Selected(
-        arrays=take_on_mesh(mesh, tuple(x.arrays for x in pools), rows),
-        addresses=np.concatenate([x.addresses for x in pools])[rows],
-        prompts=np.concatenate([x.prompts for x in pools])[groups],
-    )
 
 
 def rows_of_groups(groups: np.ndarray, n: int) -> np.ndarray:

@@ -60,13 +60,6 @@ def copy_kv_heads(x_BxTxKxd: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(jnp.repeat(x_BxTxKxd, copies, axis=2), _SPLIT_HEADS)
 
 
-def num_padded_query_heads(heads: int, kv_heads: int) -> int:
-    """Return the number of query heads after `pad_query_heads`."""
-    copies = num_split_kv_heads(kv_heads) // kv_heads
-    group = heads // kv_heads
-    return kv_heads * copies * -(-group // copies)
-
-
 def pad_query_heads(q_BxTxHxd: jax.Array, kv_heads: int) -> jax.Array:
     """Add query heads of zeros until the mesh can split them, inside a compiled function.
 
@@ -75,7 +68,9 @@ def pad_query_heads(q_BxTxHxd: jax.Array, kv_heads: int) -> jax.Array:
     with the key heads that they read. K = `kv_heads` counts the key heads before.
     """
     B, T, H, d = q_BxTxHxd.shape
-    padded = num_padded_query_heads(H, kv_heads)
+    copies = num_split_kv_heads(kv_heads) // kv_heads
+    group = H // kv_heads
+    padded = kv_heads * copies * -(-group // copies)
     if padded == H:
         return q_BxTxHxd
     missing = (padded - H) // kv_heads
