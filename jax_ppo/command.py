@@ -91,7 +91,7 @@ def prepared_run(
     backends.start_backends()
     compiled_programs.enable_cache(options.trainer.compilation_cache, console.print_on_main)
     workdir = command_line.read_workdir(workdir)
-    _require_equal_options(options)
+    distributed.require_equal_options(flatten_options(dataclasses.asdict(options)))
     if evaluates:  # before the folder is opened: a run that writes to a bucket would end
         distributed.run_on_main(lambda: work_directory.refuse_checkpoints(workdir))
     folder = Path()
@@ -124,20 +124,6 @@ def prepared_run(
         if explained := _explain_write_error(error, folder, workdir):
             raise explained from error
         raise
-
-
-def _require_equal_options(options: Config) -> None:
-    """Raise `UserError` on every process unless all have the same options."""
-    from jax_ppo.runtime import distributed
-
-    first, *others = distributed.allgather_json(flatten_options(dataclasses.asdict(options)))
-    for process, other in enumerate(others, 1):
-        for name, value in first.items():
-            if other.get(name) != value and not name.startswith("distributed."):
-                raise UserError(
-                    f"config.{name}: process {process} has {other.get(name)!r}, process 0 "
-                    f"{value!r}; give all processes the same options"
-                )
 
 
 def _run_date(model_path: str, folder: Path, evaluates: bool) -> str:
