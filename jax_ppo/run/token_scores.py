@@ -23,7 +23,6 @@ from jax_ppo.data.tokenizer import decode_continuation, decode_tokens
 from jax_ppo.errors import counted
 from jax_ppo.ppo import reward_shaping
 from jax_ppo.ppo.experience import estimate_experience
-from jax_ppo.ppo.forward_passes import ForwardOutputs
 from jax_ppo.ppo.rewarding import given_rewards
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS
 from jax_ppo.reporting import console, html_report
@@ -243,44 +242,25 @@ def _estimate(
     rewards = found["rewards"]
     if len(order):
         chosen = jax.tree.map(lambda x: x[order], (sequences, outputs, rewards, steps))
-        for name, values in _estimate_advantages(run, state, *chosen).items():
-            figures[name][order] = np.where(actions[order], values, np.nan)
+        layout = sharding.batch_rows(run.mesh, len(order))
+        sequences, outputs, *earned = placement.place(chosen, layout)
+        experience, _ = estimate_experience(
+            run.step_options.experience,
+            state.control,
+            sequences,
+            outputs.old_logprobs,
+            outputs,
+            reward_shaping.EarnedRewards(*earned),
+        )
+        estimates = {"reward": experience.rewards, "advantage": experience.advantages}
+        for name, estimate in (estimates | {"return": experience.returns}).items():
+            if estimate is not None:
+                on_host = placement.to_host(estimate)
+                figures[name][order] = np.where(actions[order], on_host, np.nan)
     if steps is not None:
         rewards = rewards + steps.sum(1)
     incomplete = len(rows) - len(order)
     return Scores(figures, rewards, with_nan(found["correct"]), answers, failures, incomplete)
-
-
-def _estimate_advantages(
-    run: PPORun,
-    state: TrainState,
-    sequences: Sequences,
-    outputs: ForwardOutputs,
-    rewards_N: np.ndarray,
-    steps_NxT: np.ndarray | None,
-) -> dict[str, np.ndarray]:
-    """Return the figures that an estimator gives tokens of whole groups of responses."""
-    layout = sharding.batch_rows(run.mesh, len(rewards_N))
-    sequences, outputs, rewards, steps = placement.place(
-        (sequences, outputs, rewards_N, steps_NxT), layout
-    )
-    assert outputs.old_logprobs is not None, "they have been computed"
-    experience, _ = estimate_experience(
-        run.step_options.experience,
-        state.control,
-        sequences,
-        outputs.old_logprobs,
-        outputs,
-        reward_shaping.EarnedRewards(rewards, steps),
-    )
-    figures = {
-        "reward": experience.rewards,
-        "advantage": experience.advantages,
-        "return": experience.returns,
-    }
-    return {
-        name: placement.to_host(values) for name, values in figures.items() if values is not None
-    }
 
 
 def _group_rows(estimator: str, n: int, rows: Sequence[ResponseRow]) -> np.ndarray:
