@@ -21,7 +21,7 @@ USAGE = (
 def main(arguments: list[str]) -> None:
     """Run the command; `arguments` are `sys.argv`."""
     words = arguments[1:]
-    if not words or {"--help", "-h"} & set(words[:1]):
+    if not words or {"--help", "-h"} & set(words[:2]):
         print(USAGE)
         return
     framework, *rest = words

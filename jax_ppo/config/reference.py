@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> None:
     """Print the options or, with `--markdown`, docs/options.md; `arguments` are `sys.argv`."""
     if arguments[1:] == ["--markdown"]:
         print(options_markdown(), end="")
-    elif not arguments[1:]:
+    elif {*arguments[1:]} <= {"--help", "-h"}:
         print_options()
     else:
         sys.exit("usage: python -m jax_ppo.config [--markdown]")
