@@ -38,12 +38,6 @@ def test_an_argument_that_a_file_does_not_take_is_refused():
     assert str(caught.value) == "--config=arithmetic:smok: expected arithmetic or arithmetic:smoke"
 
 
-def test_a_misspelled_flag_gets_the_flags():
-    with pytest.raises(UserError) as caught:
-        command_line.read_command_line(["train", "--config=arithmetic", "--workdirs=x"])
-    assert str(caught.value) == "--workdirs: expected --config, --config.NAME or --workdir"
-
-
 @pytest.mark.parametrize(
     ("value", "nearest"),
     [

@@ -344,6 +344,7 @@ def test_only_what_trains_needs_training_data(config_file):
         ("trainer.nnodes=2", "verl's trainer.nnodes: the launcher starts"),
         ("more.jsonl", "more.jsonl: not an option"),
         ("--config", "--config: write --config=NAME"),
+        ("--workdirs=x", "^--workdirs: expected --config, --config.NAME or --workdir$"),
         ("--workdir", "--workdir: write --workdir=FOLDER"),
         ("--workdir=lr[1]", r"/lr\[1\]': checkpoints below a folder with '\[' in its name cannot"),
         ("--workdir=--config.rollout.n=2", "--workdir: write --workdir=FOLDER"),

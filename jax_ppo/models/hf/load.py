@@ -14,7 +14,7 @@ from flax import traverse_util
 from jax.sharding import NamedSharding, Sharding
 from jax.typing import DTypeLike
 
-from jax_ppo.errors import UserError, nearest_name
+from jax_ppo.errors import UserError, nearest_name, shorten
 from jax_ppo.models.architecture import EXACT_PARAMETERS, Architecture
 from jax_ppo.models.hf import tensors
 from jax_ppo.models.hf.config import from_hf_config, text_config
@@ -327,7 +327,7 @@ def _validate_checkpoint(
     if unused:
         raise UserError(
             f"{checkpoint.folder} has {len(unused)} tensors that this model would not use: "
-            f"{tensors.abbreviate(unused)}. It is another kind of model than "
+            f"{shorten(', '.join(unused), 300)}. It is another kind of model than "
             f"config.json's model_type {architecture.family!r} with this head ({head!r})"
         )
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jax_ppo.config.parsing import LORA_TARGETS
-from jax_ppo.errors import UserError
+from jax_ppo.errors import UserError, shorten
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.hf.families import FAMILIES
 from jax_ppo.models.hf.fields import ConfigReader, read_json_object, write_json
@@ -18,7 +18,7 @@ from jax_ppo.models.hf.files import SafetensorsCheckpoint
 from jax_ppo.models.hf.load import read_parameters, tensors_to_read, validate_tensors
 from jax_ppo.models.hf.names import PEFT_PREFIX, adapter_tensor_table, module_names
 from jax_ppo.models.hf.save import atomic_folder, exported_head, write_value_unit
-from jax_ppo.models.hf.tensors import TensorTable, abbreviate, flatten_like
+from jax_ppo.models.hf.tensors import TensorTable, flatten_like
 from jax_ppo.models.hf.weight_files import write_weights
 from jax_ppo.models.lora import Lora
 from jax_ppo.runtime import distributed
@@ -167,7 +167,8 @@ def _validate_tensors(checkpoint: SafetensorsCheckpoint, rows: TensorTable, head
     if unused:
         raise UserError(
             f"{checkpoint.folder} has {len(unused)} tensors that this model would not use: "
-            f"{abbreviate(unused)}; adapters are supported on {', '.join(LORA_TARGETS)}"
+            f"{shorten(', '.join(unused), 300)}; adapters are supported on "
+            f"{', '.join(LORA_TARGETS)}"
         )
 
 

@@ -1,11 +1,13 @@
 """Description of how one of our parameters is stored in a Hugging Face checkpoint."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from flax import traverse_util
+
+from jax_ppo.errors import shorten
 
 Path = tuple[str, ...]
 T = TypeVar("T")
@@ -128,27 +130,11 @@ TensorTable = dict[Path, TensorMapping]
 def flatten_like(tree: dict[str, Any], rows: Mapping[Path, Any], what: str) -> dict[Path, Any]:
     """Return a nested dict's leaves by path; raise `ValueError` unless they are the table's."""
     flat = traverse_util.flatten_dict(tree)
-    differences = {
-        "it lacks": rows.keys() - flat.keys(),
-        "it should not have": flat.keys() - rows.keys(),
-    }
-    problems = [
-        f"{problem} {abbreviate('/'.join(map(str, path)) for path in sorted(paths))}"
-        for problem, paths in differences.items()
-        if paths
-    ]
-    if problems:
-        raise ValueError(
-            f"{what} does not have the structure of this architecture's parameters: "
-            f"{'; '.join(problems)}"
-        )
+    for problem, paths in (
+        ("it lacks", rows.keys() - flat.keys()),
+        ("it should not have", flat.keys() - rows.keys()),
+    ):
+        if paths:
+            listed = shorten(", ".join("/".join(map(str, path)) for path in sorted(paths)), 300)
+            raise ValueError(f"{what} is not of this architecture: {problem} {listed}")
     return flat
-
-
-def abbreviate(names: Iterable[str]) -> str:
-    """Join the first few names for an error message."""
-    names = list(names)
-    shown = names[:6]
-    if len(names) > 6:
-        shown.append("...")
-    return ", ".join(shown)
