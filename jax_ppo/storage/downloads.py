@@ -110,7 +110,8 @@ def _download(address: str, option: str, files: Mapping[str, RemoteFile]) -> Pat
     if folder.is_dir():
         return folder
     partial = folder.with_name(f"{folder.name}.partial")
-    with locked(folder.with_name(f"{folder.name}.lock")):
+    lock = folder.with_name(f"{folder.name}.lock")
+    with remote.reported_errors(address, option), locked(lock):
         # Another process of this host may have downloaded it in the meantime.
         if folder.is_dir():
             return folder
@@ -120,12 +121,9 @@ def _download(address: str, option: str, files: Mapping[str, RemoteFile]) -> Pat
         local_files.require_free_space(partial, total - present, f"the download of {address}")
         # Bars would fill a log and tear lines that go through `| tee`.
         hidden = not (sys.stdout.isatty() and sys.stderr.isatty())
-        with (
-            remote.reported_errors(address, option),
-            tqdm(
-                total=total, unit="B", unit_scale=True, desc=shorten(address, 40), disable=hidden
-            ) as bar,
-        ):
+        with tqdm(
+            total=total, unit="B", unit_scale=True, desc=shorten(address, 40), disable=hidden
+        ) as bar:
             try:
                 fetch_files(address, files, partial, bar.update)
             except OSError as error:

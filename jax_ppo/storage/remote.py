@@ -131,6 +131,9 @@ def _explain(address: str, error: Exception) -> str:
     lower = text.lower()
     scheme, _, rest = address.partition("://")
     bucket = f"{scheme}://{rest.partition('/')[0]}"
+    if isinstance(error, OSError) and error.filename:
+        reason = f"{error.filename} on this machine: {error.strerror}"
+        return f"{reason}; XDG_CACHE_HOME names another folder for copies"
     if isinstance(error, FileNotFoundError):
         return f"there is no bucket {bucket} (check the spelling, and the project it belongs to)"
     lacks_credentials = "credentials" in type(error).__name__.lower()

@@ -70,6 +70,13 @@ def test_a_missing_client_names_the_extra(monkeypatch):
     assert "pip install 'jax_ppo[gcs]'" in message
 
 
+def test_a_cache_that_cannot_be_written_is_not_blamed_on_the_bucket():
+    """Regression: a bucket was said not to exist where the local folder did not."""
+    message = "x='gs://b/a': /proc/no on this machine: .*XDG_CACHE_HOME"
+    with pytest.raises(UserError, match=message), remote.reported_errors("gs://b/a", "x"):
+        os.mkdir("/proc/no")
+
+
 def test_another_store_is_used_where_that_of_aws_does_not_resolve(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: os.stat("/no/such/name"))
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://minio:9000")
