@@ -206,7 +206,7 @@ class RolloutOptions(Sampling):
     vllm: VLLM = section(VLLM)
     max_num_seqs: int | None = option(None,
         "samples that a device decodes at once, each followed by another when it ends; auto: as "
-        "many as fit into memory, or 256 where its size is unknown, as on CPUs",
+        "many as fit into memory, or 256 where its size is unknown, as on CPUs and outside of JAX",
         unit="samples", at_least=1, is_automatic=True)
     stop: str = option("",
         'strings that end a response or a turn: one string, or a JSON list such as ["Question:", '
