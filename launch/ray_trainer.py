@@ -77,12 +77,9 @@ def train_on_worker(settings: dict[str, Any]) -> None:
 def read_command_line(words: list[str]) -> argparse.Namespace:
     """Return the options; `arguments` holds the arguments of the run, after --.
 
-    Raises:
-      SystemExit: an option, or one of the run's, is invalid.
+    Raise `SystemExit` if one of these is invalid.
     """
-    index = len(words)
-    if "--" in words:
-        index = words.index("--")
+    index = [*words, "--"].index("--")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

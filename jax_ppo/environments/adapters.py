@@ -98,15 +98,11 @@ class GymnasiumDialogue:
 
 
 class RemoteEnvironment:
-    """A server of episodes; a call makes the `TextEnvironment` of a new one.
-
-    Attributes:
-      metric_names: the numbers of `info` that are reported.
-    """
+    """A server of episodes; a call makes the `TextEnvironment` of a new one."""
 
     def __init__(self, options: MultiTurn, metric_names: tuple[str, ...]) -> None:
         """Take address and limits of options; raise `UserError` for a key that cannot be sent."""
-        self.metric_names = metric_names
+        self.metric_names = metric_names  # the numbers of `info` that are reported
         self._options = options
         self._server = HTTPClient(
             option=f"config.{ENVIRONMENT_OPTION}",

@@ -43,21 +43,13 @@ POLL_SECONDS = float(os.environ.get("POLL_SECONDS", "10"))
 
 
 class Pool(NamedTuple):
-    """The nodes that an accelerator needs.
+    """The nodes that an accelerator needs."""
 
-    Attributes:
-      labels: node labels that select the pool.
-      resource: name of the device resource.
-      per_node: devices per node.
-      nodes: nodes per slice, or of the whole run for GPUs.
-      xpk: arguments by which xpk selects the pool.
-    """
-
-    labels: dict[str, str]
-    resource: str
-    per_node: int
-    nodes: int
-    xpk: list[str]
+    labels: dict[str, str]  # node labels that select the pool
+    resource: str  # name of the device resource
+    per_node: int  # devices
+    nodes: int  # of each slice, or of the whole run for GPUs
+    xpk: list[str]  # arguments by which xpk selects the pool
 
 
 # GKE's labels of accelerators and names in xpk, compared with xpk 1.16.
@@ -76,11 +68,7 @@ GPUS = {
 
 
 def find_pool(machine: Topology, slices: int) -> Pool:
-    """Return the nodes of a machine.
-
-    Raises:
-      UserError: the manifest cannot ask GKE for it.
-    """
+    """Return the nodes of a machine; raise `UserError` if the manifest cannot ask GKE for it."""
     size = machine.name.partition(":")[2]
     if machine.kind in TPUS:
         label, name = TPUS[machine.kind]
@@ -296,12 +284,7 @@ def stop(name: str, where: str) -> int:
 
 def read_command_line(words: list[str]) -> argparse.Namespace:
     """Return the options; `arguments` holds the arguments of the run, after --."""
-    own_words = words
-    run_arguments: list[str] | None = None
-    if "--" in words:
-        index = words.index("--")
-        own_words = words[:index]
-        run_arguments = words[index + 1 :]
+    index = [*words, "--"].index("--")
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -325,8 +308,8 @@ def read_command_line(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--data-claim", help="PersistentVolumeClaim to mount at /data")
     parser.add_argument("--hf-home", help="default: /data/huggingface with --data-claim, else /tmp")
     parser.add_argument("--cluster", default="$CLUSTER", help="name of the cluster, for xpk")
-    options = parser.parse_args(own_words)
-    options.arguments = run_arguments or []
+    options = parser.parse_args(words[:index])
+    options.arguments = words[index + 1 :]
     if not re.fullmatch("[a-z]([-a-z0-9]{0,38}[a-z0-9])?", options.name):
         # Names of pods, which are also host names, are longer by about 20 characters.
         parser.error("name: expected up to 40 lower-case letters, digits and hyphens")
@@ -343,7 +326,7 @@ def read_command_line(words: list[str]) -> argparse.Namespace:
         print(options.accelerator, file=sys.stderr)
         if not options.hf_home:
             options.hf_home = "/data/huggingface" if options.data_claim else "/tmp/huggingface"
-    elif run_arguments is not None:
+    elif "--" in words:
         parser.error("only render, start and xpk take arguments after --")
     return options
 
