@@ -61,14 +61,12 @@ def load_environment_class(options: MultiTurn) -> Callable[..., Any] | None:
             gymnasium = importlib.import_module("gymnasium")
         except ImportError:
             raise UserError(f"{setting}: needs Gymnasium: pip install gymnasium") from None
-        make = functools.partial(gymnasium.make, name.removeprefix(_GYMNASIUM))
-        _try(setting, make).close()
-        return GymnasiumEnvironment(name, make, info_metrics)
-    environment_class = plugins.load_plugin(name, ENVIRONMENT_OPTION, (), by_name=True)
+        environment_class: Any = functools.partial(gymnasium.make, name.removeprefix(_GYMNASIUM))
+    else:
+        environment_class = plugins.load_plugin(name, ENVIRONMENT_OPTION, (), by_name=True)
     # A function makes environments, too: one of them shows which kind.
-    made: Any = environment_class
-    if not isinstance(environment_class, type):
-        made = _try(setting, environment_class)
+    is_class = isinstance(environment_class, type)
+    made = environment_class if is_class else _try(setting, environment_class)
     for method in ("reset", "step"):
         if not callable(getattr(made, method, None)):
             raise UserError(
@@ -76,10 +74,10 @@ def load_environment_class(options: MultiTurn) -> Callable[..., Any] | None:
                 "jax_ppo/environments/protocol.py, or Gymnasium's methods"
             )
     if has_gymnasium_reset(made):
-        if made is not environment_class:
+        if not is_class:
             _try(setting, GymnasiumDialogue(made, ()).close)
         return GymnasiumEnvironment(name, environment_class, info_metrics)
-    if made is not environment_class:
+    if not is_class:
         raise UserError(
             f"{setting}: is a function that makes no environment with Gymnasium's methods; "
             "expected a class"

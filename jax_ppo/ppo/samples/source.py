@@ -80,27 +80,24 @@ class SampleSource:
             left = None
             if name == self.tree_name:
                 left = self.read_tree(saved, checkpoints, progress.step)
-            if left is None:
-                lines.append(_describe_skipped(name, saved))
-            else:
+            if left is not None:
                 self._await_left = lambda left=left: left
+            elif name == ROLLOUT:
+                lines.append(
+                    "the checkpoint's responses that were sampled one step ahead do not fit this "
+                    "run's data and options; their prompts are sampled anew"
+                )
+            else:
+                count = saved["prompts"].shape[0] // BATCHES_IN_POOL
+                lines.append(
+                    f"the checkpoint's unfinished responses to {count} prompts do not fit this "
+                    "run's data and options; these prompts are skipped"
+                )
         return lines
 
     def read_tree(self, saved: dict[str, Any], checkpoints: Checkpointer, step: int) -> Any:
         """Return what `as_tree` took, from a checkpoint; `None` if it does not fit this run."""
         raise NotImplementedError
-
-
-def _describe_skipped(name: str, saved: dict[str, Any]) -> str:
-    if name == ROLLOUT:
-        return (
-            "the checkpoint's responses that were sampled one step ahead do not fit this run's "
-            "data and options; their prompts are sampled anew"
-        )
-    return (
-        f"the checkpoint's unfinished responses to {saved['prompts'].shape[0] // BATCHES_IN_POOL} "
-        "prompts do not fit this run's data and options; these prompts are skipped"
-    )
 
 
 def are_rows(prompts: Prompts, rows: np.ndarray, training: PromptDataset) -> bool:
