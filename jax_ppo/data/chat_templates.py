@@ -105,7 +105,10 @@ def _render_response(response: str, text: str, render: Callable[[str], str]) -> 
     # Templates that begin the assistant's turn with more than they keep in a finished one, or drop
     # the thoughts of a finished one: the response follows the prompt, as when it is sampled.
     mark = "response-mark"
-    return response + render(mark).rpartition(mark)[2]
+    _, found, end = render(mark).rpartition(mark)
+    if not found:
+        raise UserError("the chat template leaves out or changes what the assistant says")
+    return response + end
 
 
 def _end_turn(tokenizer: Tokenizer, ids: list[int], ends: set[int]) -> list[int]:
@@ -226,7 +229,10 @@ class MessageFrame:
                 text, _ = render_prompt(tokenizer, chat, chat_template)
             except Exception as error:  # of a template, which may refuse a role in its own words
                 raise ValueError(f"{type(error).__name__}: {error}") from error
-            return text.rpartition(_RESPONSE)[2]
+            _, found, after = text.rpartition(_RESPONSE)
+            if not found:
+                raise ValueError("it leaves out what the assistant says")
+            return after
 
         before, content, after = render(_FIRST).partition(_FIRST)
         if not content:

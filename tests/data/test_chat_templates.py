@@ -178,10 +178,12 @@ def test_a_message_that_the_template_leaves_out_is_refused(with_specials):
         tokenize_prompts(rows, with_specials, PromptEncoding(max_prompt_length=64))
     with_specials.chat_template = "{{ messages[1].tool_calls }}" + with_specials.chat_template
     tokenize_prompts(rows, with_specials, PromptEncoding(max_prompt_length=64))
-    with_specials.chat_template = "Tom{{ raise_exception('no turns') if messages[1:] }}"
+    # Regression: the response was followed by the whole chat.
     rows = [Example((user,), "x", response="a")]
-    with pytest.raises(UserError, match="example 1: the response cannot be encoded: no turns"):
-        tokenize_responses(rows, with_specials, ("response",), PromptEncoding(64), 64)
+    for more, problem in (("raise_exception('no turns') if messages[1:]", "no"), ("1", "the chat")):
+        with_specials.chat_template = f"Tom{{{{ {more} }}}}"
+        with pytest.raises(UserError, match=f"1: the response cannot be encoded: {problem}"):
+            tokenize_responses(rows, with_specials, ("response",), PromptEncoding(64), 64)
 
 
 def test_a_named_bos_is_not_added_where_the_tokenizer_adds_none(trained):

@@ -292,6 +292,10 @@ def test_a_template_that_cannot_carry_results_is_refused(load, tokenizer):
     other = MultiTurn(observation_role="robot")
     with pytest.raises(UserError, match="observation_role='robot': .* no such role"):
         make_environment(list, other, tokenizer, [ASKED])
+    silent = copy.deepcopy(tokenizer)
+    silent.chat_template = TEMPLATE.replace("m.role + '\n' + m.content", "m.role")
+    with pytest.raises(UserError, match="leaves out what the assistant says"):
+        make_environment(made, options, silent, [ASKED])
 
 
 @pytest.mark.parametrize(
