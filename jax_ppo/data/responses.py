@@ -92,24 +92,12 @@ def tokenize_responses(
         if all(map(str.strip, given)) and len(set(given)) == len(fields)
     ]
     useless = "an empty response" + ", or two equal ones" * (len(fields) > 1)
-    report_dropped(
-        name,
-        len(examples) - len(usable),
-        len(examples),
-        f"examples, which have {useless}",
-        f"all {len(examples)} examples have {useless}; use other data",
-    )
+    report_dropped(name, "example", len(examples), len(usable), f"which have {useless}")
     prompts = tokenize_prompts(usable, tokenizer, encoding, name)
     responses = _encode_fitting_responses(prompts, tokenizer, fields, encoding, max_response_length)
     longer = f"longer than config.data.max_response_length={max_response_length} tokens"
-    report_dropped(
-        name,
-        len(prompts) - len(responses),
-        len(prompts),
-        f"examples, whose responses are {longer}",
-        f"no example is left of {len(prompts)}: all responses are {longer}. Set it higher, or use "
-        "other data",
-    )
+    total, left = len(prompts), len(responses)
+    report_dropped(name, "example", total, left, f"whose responses are {longer}")
     return ResponseDataset(
         prompts=dataclasses.replace(
             prompts,

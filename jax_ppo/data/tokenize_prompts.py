@@ -95,17 +95,9 @@ def tokenize_prompts(
         encoded += chunk
         on_progress(len(encoded), len(examples))
     kept = [(e, ids) for e, ids in zip(examples, encoded, strict=True) if ids is not None]
-    dropped = len(examples) - len(kept)
     longest = encoding.max_prompt_length
     longer = f"longer than config.data.max_prompt_length={longest} tokens"
-    report_dropped(
-        name,
-        dropped,
-        len(examples),
-        f"prompts, {longer}",
-        f"no prompt is left of {len(examples)}; {dropped} are {longer}. Set it higher, or use "
-        "other data",
-    )
+    report_dropped(name, "prompt", len(examples), len(kept), longer)
     return PromptDataset(tuple(e for e, _ in kept), [ids for _, ids in kept], longest, name)
 
 
@@ -198,12 +190,16 @@ def encode_prompts(
         yield np.asarray(ids, np.int32)
 
 
-def report_dropped(name: str, dropped: int, total: int, which: str, problem: str) -> None:
-    """Log how many of the rows of an option are dropped; raise `UserError` if none is left."""
+def report_dropped(name: str, unit: str, total: int, left: int, which: str) -> None:
+    """Log how many rows of an option are dropped, and which; raise `UserError` if none is left."""
+    dropped = total - left
     if dropped:
-        log.warning("%s: dropped %d of %d %s", name, dropped, total, which)
-    if dropped == total:
-        raise UserError(f"{name}: {problem}")
+        log.warning("%s: dropped %d of %d %ss, %s", name, dropped, total, unit, which)
+    if not left:
+        raise UserError(
+            f"{name}: no {unit} is left of {total}; {dropped} are dropped, {which}. Change that, "
+            "or use other data"
+        )
 
 
 def _report_unread_parts(

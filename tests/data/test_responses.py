@@ -165,7 +165,7 @@ def test_empty_and_equal_responses_are_dropped(trained, caplog):
     data = tokenize(examples, trained[0], responses.PREFERENCE_FIELDS)
     assert data.prompts.examples == (examples[2],)
     assert "dropped 2 of 3 examples, which have an empty response, or two equal" in caplog.text
-    with pytest.raises(UserError, match="all 2 examples have an empty response"):
+    with pytest.raises(UserError, match="no example is left of 2; 2 are dropped, which"):
         tokenize(examples[:2], trained[0], responses.PREFERENCE_FIELDS)
 
 

@@ -98,9 +98,7 @@ def test_overlong_prompts_are_dropped_and_counted(letters, caplog):
 
 
 def test_nothing_left_is_refused(letters):
-    with pytest.raises(
-        UserError, match="no prompt is left of 2; 2 are longer than config.data.max_prompt_length=2"
-    ):
+    with pytest.raises(UserError, match="2 are dropped, longer than .*data.max_prompt_length=2"):
         tokenize_prompts(examples("abc", "def"), letters, PromptEncoding(max_prompt_length=2))
     with pytest.raises(UserError, match="no prompt is left of 0"):
         tokenize_prompts([], letters, PromptEncoding(max_prompt_length=2))
