@@ -11,33 +11,23 @@ from typing import Any
 
 import numpy as np
 
-PROMPT = "prompt"
-CHATS = ("messages", "conversations", "conversation")
-QUESTIONS = ("question", "problem", "query")
-REQUESTS = ("instruction", *QUESTIONS, "input")
-CONTEXTS = ("input", "context")
-SYSTEMS = ("system", "system_prompt")
-PAIR = ("chosen", "rejected")
-RESPONSES = ("completion", "response", "output", "solution")
-GROUND_TRUTHS = ("ground_truth", "expected_answer", "final_answer")
-VERL = ("reward_model", "reward_spec", "extra_info")
-
 # Of several columns of one kind, the earlier one takes precedence.
-MEANINGS = {
-    "prompt": ((PROMPT,), "text that is sampled from as it is, or messages of a chat"),
-    "chat": (CHATS, "messages; a last one of the assistant is the response"),
-    "request": (REQUESTS, "a user's message (`input` if there is no other)"),
-    "context": (CONTEXTS, "added to the request after an empty line"),
-    "system": (SYSTEMS, "system message of the chat"),
-    "pair": (PAIR, "preferred and rejected response: text, a message, or a whole chat"),
-    "response": (RESPONSES, "response to imitate"),
-    "ground truth": (GROUND_TRUTHS, "reference answer"),
-    "answer": (("answer",), "reference answer, and a response if there is no other"),
-    "verl's": (VERL, "`ground_truth` of the first or second is the reference answer"),
-    "source": (("data_source",), "selects the rule"),
-    "tools": (("tools",), "functions that the chat template describes"),
-}
-KNOWN = frozenset(name for names, _ in MEANINGS.values() for name in names)
+PROMPT = "prompt"  # text that is sampled from as it is, or messages of a chat
+CHATS = ("messages", "conversations", "conversation")  # a last one of the assistant: the response
+QUESTIONS = ("question", "problem", "query")
+REQUESTS = ("instruction", *QUESTIONS, "input")  # a user's message; `input` if there is no other
+CONTEXTS = ("input", "context")  # added to the request after an empty line
+SYSTEMS = ("system", "system_prompt")  # system message of the chat
+PAIR = ("chosen", "rejected")  # two responses: text, a message, or a whole chat
+RESPONSES = ("completion", "response", "output", "solution")  # response to imitate
+GROUND_TRUTHS = ("ground_truth", "expected_answer", "final_answer")  # reference answer
+# `ground_truth` of the first or second is the reference answer.
+VERL = ("reward_model", "reward_spec", "extra_info")
+# `answer` is a reference answer, and a response if there is no other; `data_source` selects the
+# rule; `tools` are functions that the chat template describes.
+KNOWN = frozenset(
+    (PROMPT, *CHATS, *REQUESTS, *CONTEXTS, *SYSTEMS, *PAIR, *RESPONSES, *GROUND_TRUTHS, *VERL)
+) | {"answer", "data_source", "tools"}
 # Whether the response is one to imitate, as KTO's data say (TRL's, LLaMA-Factory's).
 LABELS = ("label", "kto_tag")
 # Columns of choices and passages: unread they would be missing from the prompt of a question.
@@ -57,7 +47,7 @@ _HARMLESS = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Names of columns that options set; "" leaves the choice to `MEANINGS`."""
+    """Names of columns that options set; "" leaves the choice to the names above."""
 
     prompt: str = ""  # column of the prompt
     response: str = ""  # the response to imitate, or its entry in extra_info of verl's form

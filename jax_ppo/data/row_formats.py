@@ -1,6 +1,6 @@
 r"""Conversion of the rows of data sets to examples, by the names of their columns.
 
-`columns.MEANINGS` says what each column means. A row has one prompt: the columns that could be it
+`columns` says what each column means. A row has one prompt: the columns that could be it
 must agree, or an option names one of them. It may have a response or a pair of them, and a
 reference answer:
 

@@ -96,10 +96,7 @@ def _download_tokenizer(path: str, option: str) -> Path:
     # A path that cannot be a name on the hub means a folder that does not exist.
     looks_local = path.startswith((".", "/", "~"))
     if looks_local or hub.split_revision(path)[0].count("/") > 1:
-        parent = Path(path).expanduser().parent
-        siblings = []
-        if parent.is_dir():
-            siblings = [entry.name for entry in parent.iterdir() if entry.is_dir()]
+        siblings = [folder.name for folder in Path(path).expanduser().parent.glob("*/")]
         raise UserError(
             f"{option}={path!r}: there is no such folder (looked from {Path.cwd()})."
             f"{did_you_mean(Path(path).name, siblings)}"

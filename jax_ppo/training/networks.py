@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import logging
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -29,22 +29,17 @@ from jax_ppo.storage import hub
 from jax_ppo.training.decoders import build_decoder, decoding_program, packed_row_length
 from jax_ppo.types import Params
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class ByRole(dict[str, T]):
-    """Values by the names of roles; a role without one is absent. Hashable if the values are."""
-
-    def __hash__(self) -> int:  # type: ignore[override]  # nothing changes it
-        return hash(frozenset(self.items()))
-
-
-class Networks(ByRole[Any]):
-    """The models that the parameter trees belong to; a static argument of compiled functions.
+class Networks(dict[str, Any]):
+    """The models by the names of roles; a static argument of compiled functions.
 
     The reference has the actor's model, unless it is adapters (`reference_adapters`).
     """
+
+    def __hash__(self) -> int:  # type: ignore[override]  # nothing changes it
+        return hash(frozenset(self.items()))
 
     @property
     def actor(self) -> Transformer:
@@ -74,8 +69,8 @@ class Networks(ByRole[Any]):
         return Networks(**{**self, **decoders})
 
 
-class Folders(ByRole[Path]):
-    """The folder of each role's checkpoint, in Hugging Face format.
+class Folders(dict[str, Path]):
+    """The folder of each role's checkpoint, in Hugging Face format, by the name of the role.
 
     With `model.lora` the actor's is the base of all adapters, and `adapters` the folder that the
     actor's start from, if any. A role without a folder starts from the actor's checkpoint.

@@ -156,13 +156,12 @@ def find_progress(
     if saved is None:
         return Progress()
     config, latest, meta, changed_options, changes = saved
-    known = meta.get("frozen", {})
-    changed = [name for name, x in (frozen or {}).items() if known.get(name, x) != x]
-    for option in changed:
-        raise UserError(
-            f"config.{option}={option_value(config, option)!r}: its files have changed since "
-            "the checkpoint; restore them, or give another --workdir"
-        )
+    for option, digest in (frozen or {}).items():
+        if meta.get("frozen", {}).get(option, digest) != digest:
+            raise UserError(
+                f"config.{option}={option_value(config, option)!r}: its files have changed since "
+                "the checkpoint; restore them, or give another --workdir"
+            )
     rows = meta["data"]
     if any(rows[name] != data[name] for name in rows.keys() & data.keys()):
         name = "score.file" if config.learns_from_files else "data.train_files"
