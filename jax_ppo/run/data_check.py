@@ -20,7 +20,6 @@ from jax_ppo.run import rule_trial
 from jax_ppo.run.parts import batches_in_order
 from jax_ppo.run.rule_trial import MADE_UP
 from jax_ppo.run.run_examples import (
-    chat_template,
     load_examples,
     make_encoding,
     tokenize_run_responses,
@@ -163,9 +162,10 @@ def _count_tokens(
     """Return quantiles of the prompts' lengths, and the share that is too long."""
     if tokenizer is None:
         return None
-    template = chat_template(options)
-    encoded = (encode_prompt(tokenizer, e.prompt, template, e.tools) for e in examples)
-    lengths = np.array(list(map(len, encoded)))
+    encoding = dataclasses.replace(make_encoding(options), max_prompt_length=_NO_LIMIT)
+    written = [example for example in examples if join_contents(example.prompt).strip()]
+    encoded = encode_prompts(written, tokenizer, encoding, "config.data.train_files")
+    lengths = np.array([len(ids) for ids in encoded if ids is not None] or [0])
     limit = options.max_prompt_length
     return {
         "mean": float(lengths.mean()),

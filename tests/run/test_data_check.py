@@ -108,9 +108,12 @@ def test_the_first_prompt_describes_the_tools(tmp_path, model, capsys):
     for tools, prompt in (("", "1 + 1?"), ("tools:calculator,python", "calculator python 1 + 1?")):
         tools = f"--config.rollout.multi_turn.environment={tools}"
         report, _ = run_check(capsys, rows, *options, tools)
-        length = report["training"]["prompt_tokens"]["p50"]
-        assert report["first_prompt"] == prompt
-        assert report["first_prompt_note"] == f"example 1, {length} tokens"
+        note = f"example 1, {report['training']['prompt_tokens']['p50']} tokens"
+        assert (report["first_prompt"], report["first_prompt_note"]) == (prompt, note)
+    # Regression: a traceback.
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no such role') }}")
+    with pytest.raises(SystemExit, match="a.jsonl:1: the prompt cannot be encoded .*no such role"):
+        check.main(["check", rows, *options])
 
 
 def test_solutions_that_their_own_rule_rejects_are_counted(tmp_path, capsys):
