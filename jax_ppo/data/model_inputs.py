@@ -88,7 +88,13 @@ class RewardInputEncoder:
         for prompt, response in zip(prompts, responses, strict=True):
             chat = user_message(prompt) if isinstance(prompt, str) else prompt
             messages = list(add_response(chat, response))
-            rendered.append(self._tokenizer.apply_chat_template(messages, tokenize=False))
+            try:
+                rendered.append(self._tokenizer.apply_chat_template(messages, tokenize=False))
+            # A chat template raises errors of any kind.
+            except Exception as error:
+                roles = ", ".join(message["role"] for message in messages)
+                problem = f"its chat template renders no chat of the roles {roles}: {error}"
+                raise ValueError(problem) from error
         return self._tokenizer(rendered, add_special_tokens=False, verbose=False)["input_ids"]
 
     def _encode_truncated(self, prompt: Prompt, response: str) -> list[int]:

@@ -179,6 +179,21 @@ class RewardInputs:
     row_parts: int  # number of devices that a row is split over
     _warned: bool = False
 
+    def validate_chats(self, examples: SequenceOf[Example]) -> None:
+        """Raise `UserError` for the first chat whose roles the model's template does not render."""
+        chats: dict[tuple[str, ...], Example] = {}
+        for example in examples:
+            if not isinstance(example.prompt, str):
+                chats.setdefault(tuple(m["role"] for m in example.prompt), example)
+        for example in chats.values():
+            try:
+                self.reader.encode([example.prompt], ["a"])
+            except ValueError as error:
+                raise UserError(
+                    f"{example.describe_location(1)}: config.reward.model_path cannot score it: "
+                    f"{error}; config.reward.model_input=text needs no template"
+                ) from error
+
     def __call__(
         self, responses: LocalResponses, last_tokens: SequenceOf[int], total: int
     ) -> tuple[ModelInputs, list[bool]]:

@@ -87,6 +87,8 @@ def build_run(
     prompts_are_chats = not isinstance((rows.examples or rows.held_out)[0].prompt, str)
     with heartbeat.activity("reading models' descriptions"):
         models = read_run_models(config, roles, mesh, report, prompts_are_chats)
+    if models.reward_inputs is not None:
+        models.reward_inputs.validate_chats([*rows.examples, *rows.held_out])
     validate_run_models(roles, models, config.sequence_length, mesh, rollout_mesh)
     memory = PPOMemory(config, models.nets, mesh, models.folders)
     if trains:

@@ -41,15 +41,6 @@ def test_responses_of_verls_form_may_be_in_extra_info():
     assert problem.response == problem.extra_info["solution"]
 
 
-def test_stories_have_a_joyful_and_a_sad_sentence():
-    examples = sources.read_examples("stories:20")
-    assert all(
-        e.response.startswith(" ") and e.response.endswith(".") and e.rejected != e.response
-        for e in examples
-    )
-    assert examples == sources.read_examples("stories:20")
-
-
 def test_a_response_is_encoded_as_it_goes_on(trained):
     tokenizer, _ = trained
     prompt, response = "Tom has 3 apples.", " He buys 2 more."

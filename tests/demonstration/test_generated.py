@@ -90,6 +90,8 @@ def test_story_openings_are_disjoint_by_name():
     assert len(train | held_out) == len(stories.GIRLS) + len(stories.BOYS)
     for split, names in (("train", train), ("heldout", held_out)):
         for example in stories.generate_story_examples(200, split):
+            assert example.response[0] + example.response[-1] == " ."
+            assert example.rejected != example.response
             assert (
                 len((train | held_out) & set(re.findall(r"[A-Z]\w+", example.prompt)) & names) == 1
             )

@@ -158,6 +158,13 @@ def test_text_is_read_as_text_whatever_the_template(decoder, actors, tmp_path):
     for chats, form in ((False, "text"), (True, "chat")):
         inputs, _ = make_reward_inputs(options, net, folder, actors, prompts_are_chats=chats)
         assert inputs.reader.form == form
+    # Regression: a traceback once the first responses had been sampled.
+    chat = [{"role": role, "content": "Hi"} for role in ("system", "user")]
+    refusal = "{{ raise_exception('no system') if messages[0].role == 'system' }}"
+    inputs.reader._tokenizer.chat_template = refusal + reward_models.CHAT
+    inputs.validate_chats([Example("Hi", "x"), Example(tuple(chat[1:]), "x")])
+    with pytest.raises(UserError, match="roles system, user, assistant: no system; .*=text needs"):
+        inputs.validate_chats([Example(tuple(chat), "x")])
 
 
 @pytest.mark.parametrize("position", ["auto", "last_token"])
