@@ -103,10 +103,10 @@ def update_hf_config(source: Config, architecture: Architecture, dtype: str, hea
         changed |= {name: ours[name] for name in ("id2label", "label2id")}
         for name in ("num_labels", "problem_type"):
             changed.pop(name, None)
-    exported = dataclasses.replace(from_hf_config(changed), eos_ids=architecture.eos_ids)
-    if exported != architecture:
-        return ours
-    return changed
+    exported = dataclasses.replace(  # with what the run knows and config.json does not say
+        from_hf_config(changed), eos_ids=architecture.eos_ids, num_ids=architecture.num_ids
+    )
+    return changed if exported == architecture else ours
 
 
 def _write_experts(a: Architecture, family: Family) -> Config:

@@ -195,6 +195,7 @@ def edit_config(folder, add=(), remove=()):
 
 
 def test_an_export_keeps_the_fields_that_it_need_not_change(tmp_path):
+    """Regression: it kept none if the embedding had rows without a token, as Qwen2.5's."""
     reference.save(tmp_path / "source", rope_parameters={"rope_type": "linear", "factor": 2.0})
     code = {"auto_map": {"AutoConfig": "own.Config"}}  # the export has no file of code
     source = edit_config(tmp_path / "source", KEPT | code, remove=["dtype", "rope_parameters"])
@@ -202,6 +203,7 @@ def test_an_export_keeps_the_fields_that_it_need_not_change(tmp_path):
         tmp_path / "source", {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2}}
     )
     architecture, params = reference.load(tmp_path / "source")
+    architecture = dataclasses.replace(architecture, num_ids=architecture.vocab_size - 1)
     export_checkpoint(params, architecture, tmp_path / "out", source_folder=tmp_path / "source")
     written = json.loads((tmp_path / "out/config.json").read_text())
     del source["auto_map"]
