@@ -112,10 +112,16 @@ def find_checkpoint(model_path: str) -> Path | None:
 
 
 def with_exported_actor(model: Model) -> Model:
-    """Return the section with the exported actor, if its path is a run's work directory."""
+    """Return the section with the exported actor, if its path is a run's work directory.
+
+    The adapters of the run are merged into it: none are added.
+    """
     path = local_files.expand_local_path(model.path, "config.model.path")
     if model.path and (path / "actor" / "config.json").exists():
-        return dataclasses.replace(model, path=str(path / "actor"))
+        if name := model.lora.path:
+            merged = f"the adapters of the run are merged into {path / 'actor'}"
+            console.print_on_main(f"note: config.model.lora.path={name!r} is not read: {merged}")
+        return dataclasses.replace(model, path=str(path / "actor"), lora=LoraOptions())
     if model.path and (path / "training_metrics.csv").exists():
         checkpoints = path / local_files.CHECKPOINTS
         steps = [int(x.name) for x in checkpoints.glob("*") if x.name.isdecimal() and x.is_dir()]

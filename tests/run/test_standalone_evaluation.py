@@ -7,6 +7,7 @@ import types
 import pytest
 
 import tiny
+from jax_ppo.config.training_options import LoraOptions
 from jax_ppo.errors import UserError
 from jax_ppo.run import evaluation, standalone_evaluation, token_scores
 from jax_ppo.run.standalone_evaluation import evaluate_model
@@ -77,7 +78,7 @@ def test_a_model_in_a_folder_called_checkpoints_is_no_checkpoint_of_a_run(tmp_pa
 
 @pytest.mark.parametrize(("revision", "base"), [(None, "/models/base"), ("v2", "/models/base@v2")])
 def test_exported_adapters_of_a_critic_are_read_on_their_base(
-    revision, base, tmp_path, monkeypatch
+    revision, base, tmp_path, monkeypatch, capsys
 ):
     """Regression: a run with adapters could not be scored by the critic it exported."""
     described = {"base_model_name_or_path": "/models/base", "revision": revision}
@@ -86,16 +87,18 @@ def test_exported_adapters_of_a_critic_are_read_on_their_base(
         (tmp_path / name / "adapter_config.json").write_text(json.dumps(described))
     (tmp_path / "actor").mkdir()
     (tmp_path / "actor" / "config.json").write_text("{}")
-    config = tiny.config(model__path=str(tmp_path), model__lora__rank=4)
+    config = tiny.config(model__path=str(tmp_path), model__lora__path="first")
     model, critic = standalone_evaluation.with_exported_models(config.model, config.critic, True)
     assert (model.path, model.lora.path) == (base, str(tmp_path / "adapter"))
-    assert model.lora.rank == 0 and critic.path == str(tmp_path / "critic")
+    assert critic.path == str(tmp_path / "critic")
     model, _ = standalone_evaluation.with_exported_models(config.model, config.critic, False)
-    assert model.path == str(tmp_path / "actor")
+    # Regression: the adapters that the run started from were added to its own, merged ones.
+    assert (model.path, model.lora) == (str(tmp_path / "actor"), LoraOptions())
+    assert "lora.path='first' is not read" in capsys.readouterr().out
     # A critic trained alone: its run has no adapters of an actor.
     (tmp_path / "adapter" / "adapter_config.json").unlink()
     model, _ = standalone_evaluation.with_exported_models(config.model, config.critic, True)
-    assert (model.path, model.lora.rank) == (str(tmp_path / "actor"), 4)
+    assert model.path == str(tmp_path / "actor")
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "critic" / "value_unit.json").write_text("{}")
     options = dataclasses.replace(config.critic, path="~/critic")
