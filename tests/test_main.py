@@ -51,8 +51,10 @@ def test_a_command_gets_its_options(capsys):
     assert "usage: python -m jax_ppo.reward_model" in printed
     # Only what the command reads.
     assert "\nsupervised.center_coef = " in printed and "\nactor." not in printed
-    commands.main(["config"])
-    assert "\nactor.optim.lr = " in capsys.readouterr().out
+    commands.main(["config", "--help"])
+    commands.main(["translate", "verl", "--help"])
+    printed = capsys.readouterr().out
+    assert "\nactor.optim.lr = " in printed and "jax_ppo.translate verl|trl" in printed
     commands.main(["--version"])
     assert capsys.readouterr().out == f"{jax_ppo.__version__}\n"
 
