@@ -122,15 +122,6 @@ def with_exported_actor(model: Model) -> Model:
             merged = f"the adapters of the run are merged into {path / 'actor'}"
             console.print_on_main(f"note: config.model.lora.path={name!r} is not read: {merged}")
         return dataclasses.replace(model, path=str(path / "actor"), lora=LoraOptions())
-    if model.path and (path / "training_metrics.csv").exists():
-        checkpoints = path / local_files.CHECKPOINTS
-        steps = [int(x.name) for x in checkpoints.glob("*") if x.name.isdecimal() and x.is_dir()]
-        remedy = "it has no checkpoint either"
-        if steps:
-            remedy = f"its newest checkpoint is config.model.path={checkpoints / str(max(steps))}"
-        raise UserError(
-            f"config.model.path={str(path)!r}: this run has not exported its model; {remedy}"
-        )
     return model
 
 
@@ -179,6 +170,11 @@ def read_run_options(checkpoint: Path) -> Config:
         listed = ", ".join(f"{name}={removed[name]!r}" for name in sorted(removed))
         console.print_on_main(f"note: options of the run that this version does not have: {listed}")
     path = run.model.path or str(SMALL_MODEL)
+    if run.trainer.critic_only:
+        raise UserError(
+            f"config.model.path={str(checkpoint)!r}: a checkpoint of jax_ppo.critic has no actor; "
+            f"set config.model.path={path} and, to score, config.critic.path={workdir / 'critic'}"
+        )
     return dataclasses.replace(run, model=dataclasses.replace(run.model, path=path))
 
 

@@ -7,6 +7,7 @@ import types
 import pytest
 
 import tiny
+from jax_ppo.config.schema import Trainer
 from jax_ppo.config.training_options import LoraOptions
 from jax_ppo.errors import UserError
 from jax_ppo.run import evaluation, standalone_evaluation, token_scores
@@ -49,11 +50,11 @@ def test_a_run_without_an_export_is_refused_with_its_newest_checkpoint(tmp_path,
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "training_metrics.csv").write_text("step\n")
     config = tiny.config(model__path="~", data__val_files="arithmetic:4:heldout")
-    with pytest.raises(UserError, match="has not exported its model; it has no checkpoint either"):
+    with pytest.raises(UserError, match="it has exported no model, .*config.trainer.export.$"):
         evaluate_model(config, tmp_path / "evaluation")
     for step in (8, 12):
         (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
-    with pytest.raises(UserError, match=r"newest checkpoint is .*model.path=.*/checkpoints/12"):
+    with pytest.raises(UserError, match="evaluate and score take .*/checkpoints/12$"):
         evaluate_model(config, tmp_path / "evaluation")
 
 
@@ -64,6 +65,10 @@ def test_what_shapes_a_checkpoint_is_that_of_its_run(tmp_path):
     config, _ = token_scores._choose_models(tiny.config(), tmp_path / "checkpoints" / "3")
     assert config.model.dtype == "bfloat16" and config.critic == run.critic
     assert config.reward.normalize == "running"
+    run = dataclasses.replace(run, trainer=Trainer(critic_only=True))
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(run)))
+    with pytest.raises(UserError, match=f"has no actor; .*critic.path={tmp_path}/critic"):
+        standalone_evaluation.read_run_options(tmp_path / "checkpoints" / "3")
 
 
 @pytest.mark.parametrize("name", ["my-model", "12.damaged"])

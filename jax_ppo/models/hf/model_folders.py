@@ -102,6 +102,8 @@ def _refuse_run(folder: Path, setting: str) -> None:
     remedy = "it has exported no model, as a run does after its last step (config.trainer.export)"
     if models := sorted(str(file.parent) for file in run.glob("*/config.json")):
         remedy = f"a model of it is {', '.join(models)}"
+    elif steps := [int(x.name) for x in run.glob("checkpoints/*") if x.name.isdecimal()]:
+        remedy += f"; evaluate and score take {run / local_files.CHECKPOINTS / str(max(steps))}"
     kind = "the work directory" if run == folder else "a checkpoint"
     raise UserError(f"{setting}: is {kind} of a run; {remedy}")
 
