@@ -40,9 +40,8 @@ def folders(tmp_path_factory):
     export_checkpoint(
         tiny.init_params(net, jax.random.key(0), "lm"), tiny.ARCHITECTURE, folder / "actor"
     )
-    export_checkpoint(
-        tiny.init_params(net, jax.random.key(3), "lm"), tiny.ARCHITECTURE, folder / "other"
-    )
+    padded = dataclasses.replace(tiny.ARCHITECTURE, pad_id=1)  # regression: a reference of its own
+    export_checkpoint(tiny.init_params(net, jax.random.key(3), "lm"), padded, folder / "other")
     params = tiny.init_params(net, jax.random.key(1), "scalar")
     params["score"]["kernel"] = jax.random.normal(
         jax.random.key(2), params["score"]["kernel"].shape
