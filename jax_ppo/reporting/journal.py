@@ -88,6 +88,7 @@ class Journal:
             files.drop_samples_after(workdir, progress.step)
             self._report.add_logged_samples()
         self._bar = console.ProgressBar(total_steps, progress.step)
+        self.phase = self._bar.phase  # measures a block, and reports it with the next step
         self._lines = console.StepLines(total_steps, layout.columns)
         self._first_step = progress.step
         self._models: list[str] = []
@@ -116,10 +117,6 @@ class Journal:
             end = f"{kind_of_end}: {printable_lines(shorten(str(error), 500))}"
         self._write_report(self._last_step, f", ended {time.strftime(_TIME_FORMAT)}: {end}")
         self._log.close()
-
-    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Measure the host's seconds in the block, and report them with the next step."""
-        return self._bar.phase(name)
 
     def write_later(self, write: Callable[[], object]) -> None:
         """Keep a function that fetches and writes a step's metrics, for when it need not wait."""

@@ -112,10 +112,7 @@ def find_checkpoint(model_path: str) -> Path | None:
 
 
 def with_exported_actor(model: Model) -> Model:
-    """Return the section with the exported actor, if its path is a run's work directory.
-
-    The adapters of the run are merged into it: none are added.
-    """
+    """Return the section with the exported, merged actor if its path is a work directory."""
     path = local_files.expand_local_path(model.path, "config.model.path")
     if model.path and (path / "actor" / "config.json").exists():
         if name := model.lora.path:
