@@ -209,9 +209,12 @@ def _estimate(
     failures: int,
 ) -> Scores:
     """Return the scores of the rows, with advantages over all of them at once."""
-    rows, outputs, steps = given.rows, found["outputs"], found["steps"]
-    every = np.arange(len(rows))
-    rollout = given.rollout(make_batch(given, every, len(rows), width=given.max_prompt_length))
+    rows = given.rows
+    rollout = given.rollout(make_batch(given, np.arange(len(rows)), len(rows)))
+    longest = rollout.lengths.max()  # often far shorter than a response may be
+    rollout, outputs, steps = jax.tree.map(
+        lambda x: x if x.ndim == 1 else x[:, :longest], (rollout, found["outputs"], found["steps"])
+    )
     actions = rollout.action_mask
     sequences = Sequences(
         tokens=np.zeros((len(rows), 1), np.int32),  # no estimator reads them

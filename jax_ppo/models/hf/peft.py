@@ -18,7 +18,7 @@ from jax_ppo.models.hf.files import SafetensorsCheckpoint
 from jax_ppo.models.hf.load import read_parameters, tensors_to_read, validate_tensors
 from jax_ppo.models.hf.names import PEFT_PREFIX, adapter_tensor_table, module_names
 from jax_ppo.models.hf.save import atomic_folder, exported_head, write_value_unit
-from jax_ppo.models.hf.tensors import TensorTable, flatten_like
+from jax_ppo.models.hf.tensors import flatten_like
 from jax_ppo.models.hf.weight_files import write_weights
 from jax_ppo.models.lora import Lora
 from jax_ppo.runtime import distributed
@@ -140,9 +140,9 @@ def load_adapters(
     With head "scalar" or "both" a scalar head starts at zero, with "reward" it is read.
     Raise the errors of `load_checkpoint`.
     """
+    validate_adapters(folder, architecture, lora, head)
     rows = adapter_tensor_table(architecture, lora.rank, lora.targets, head)
     with _open_adapters(Path(folder)) as checkpoint:
-        _validate_tensors(checkpoint, tensors_to_read(rows, head), head)
         return read_parameters(checkpoint, rows, head, shardings, dtype, progress)
 
 
@@ -151,25 +151,21 @@ def validate_adapters(
 ) -> None:
     """Raise the errors of `load_adapters` after reading only names and shapes."""
     rows = adapter_tensor_table(architecture, lora.rank, lora.targets, head)
-    with _open_adapters(Path(folder)) as checkpoint:
-        _validate_tensors(checkpoint, tensors_to_read(rows, head), head)
-
-
-def _validate_tensors(checkpoint: SafetensorsCheckpoint, rows: TensorTable, head: str) -> None:
-    validate_tensors(checkpoint, rows, ADAPTER_CONFIG)
+    rows = tensors_to_read(rows, head)
     used = {name for row in rows.values() for name in row.names()}
     bias = f"{PEFT_PREFIX}score.bias"
-    if head in ("scalar", "both"):
-        used |= {f"{PEFT_PREFIX}score.weight", bias}  # the head of another role is not read
-    elif bias in checkpoint and not np.any(checkpoint.read(bias)):
-        used.add(bias)  # of a classifier of tokens, as critics are exported
-    unused = sorted(checkpoint.names() - used)
-    if unused:
-        raise UserError(
-            f"{checkpoint.folder} has {len(unused)} tensors that this model would not use: "
-            f"{shorten(', '.join(unused), 300)}; adapters are supported on "
-            f"{', '.join(LORA_TARGETS)}"
-        )
+    with _open_adapters(Path(folder)) as checkpoint:
+        validate_tensors(checkpoint, rows, ADAPTER_CONFIG)
+        if head in ("scalar", "both"):
+            used |= {f"{PEFT_PREFIX}score.weight", bias}  # the head of another role is not read
+        elif bias in checkpoint and not np.any(checkpoint.read(bias)):
+            used.add(bias)  # of a classifier of tokens, as critics are exported
+        if unused := sorted(checkpoint.names() - used):
+            raise UserError(
+                f"{checkpoint.folder} has {len(unused)} tensors that this model would not use: "
+                f"{shorten(', '.join(unused), 300)}; adapters are supported on "
+                f"{', '.join(LORA_TARGETS)}"
+            )
 
 
 def _open_adapters(folder: Path) -> SafetensorsCheckpoint:
