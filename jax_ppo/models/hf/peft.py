@@ -211,7 +211,7 @@ def save_adapters(
 def to_adapter_config(
     architecture: Architecture, lora: Lora, head: str, base_model: str, revision: str | None = None
 ) -> dict[str, Any]:
-    """Return adapter_config.json, of which fields left out have PEFT's defaults."""
+    """Return the contents of adapter_config.json; `revision` is that of the base on the hub."""
     alpha = lora.alpha
     return {
         "peft_type": "LORA",
@@ -221,7 +221,16 @@ def to_adapter_config(
         "inference_mode": True,
         "r": lora.rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": 0.0,
         "target_modules": module_names(architecture, lora.targets),
         "modules_to_save": None if head == "lm" else ["score"],
+        "bias": "none",
         "fan_in_fan_out": FAMILIES[architecture.family].input_first,
+        "init_lora_weights": True,
+        "use_rslora": False,
+        "use_dora": False,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "layers_to_transform": None,
+        "layers_pattern": None,
     }
