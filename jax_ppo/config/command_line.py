@@ -178,8 +178,12 @@ def _read_argument(word: str) -> tuple[str, Any]:
             raise UserError("--workdir: write --workdir=FOLDER")
         return "--workdir", value
     if name.startswith("config."):
-        option = name.removeprefix("config.")
-        return option, _read_value(option, value, has_value=bool(equals))
+        name = name.removeprefix("config.")
+        if equals:
+            return name, loading.parse_option(name, value)
+        if loading.find_option(name).value_type is bool:
+            return name, True
+        raise UserError(f"config.{name}: write --config.{name}=VALUE, with the =")
     _refuse_misplaced_option(name, f"--{name}", f"{name}=VALUE")
     raise UserError(f"--{name}: expected --config, --config.NAME or --workdir")
 
@@ -190,12 +194,3 @@ def _refuse_misplaced_option(name: str, written: str, expected: str) -> None:
     if "." in name or explain_peer_option(name) is not None:
         as_written = written.partition("=")[0]
         raise UserError(f"{as_written}: there is no such option. {suggest_option(name)}")
-
-
-def _read_value(name: str, value: str, *, has_value: bool) -> Any:
-    option = loading.find_option(name)
-    if not has_value:
-        if option.value_type is not bool:
-            raise UserError(f"config.{name}: write --config.{name}=VALUE, with the =")
-        return True
-    return loading.parse_option(name, value)

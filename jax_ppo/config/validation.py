@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from jax_ppo.config.option import SUPERVISED, option_value
 from jax_ppo.config.option_rules import ENVIRONMENT_IS_SERVER
-from jax_ppo.config.schema import Actor, Algorithm, Config, Critic, Data, all_options
+from jax_ppo.config.schema import Actor, Algorithm, Config, all_options
 from jax_ppo.config.training_options import Optim
 from jax_ppo.errors import UserError, counted
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, ROLLOUT_ENGINES
@@ -34,7 +34,16 @@ def validate_config(config: Config, command: str) -> None:
                 raise UserError(f"config.{option.name}={value!r}: {problem}")
     if command in SUPERVISED:
         return
-    _validate_batches(config.data, config.actor, config.critic)
+    batch, actor, critic = config.data.train_batch_size, config.actor, config.critic
+    sizes = {"actor": actor.ppo_mini_batch_size, "critic": critic.ppo_mini_batch_size}
+    for name, mini_batch in sizes.items():
+        if mini_batch and batch % mini_batch:
+            divisors = (d for d in range(1, batch + 1) if batch % d == 0)
+            nearest = min(divisors, key=lambda divisor: abs(divisor - mini_batch))
+            raise UserError(
+                f"config.{name}.ppo_mini_batch_size={mini_batch}: must divide "
+                f"config.data.train_batch_size={batch}; the nearest divisor is {nearest}"
+            )
     if config.rollout.url:
         _require_address("config.rollout.url", config.rollout.url, "JAX_PPO_ROLLOUT_KEY")
     if ENVIRONMENT_IS_SERVER.is_met(config):
@@ -63,19 +72,6 @@ def _require_address(option: str, url: str, key_variable: str, has_path: bool = 
     if not is_address:
         shown = "" if "@" in url else f"={url!r}"
         raise UserError(f"{option}{shown}: {problem}")
-
-
-def _validate_batches(data: Data, actor: Actor, critic: Critic) -> None:
-    batch = data.train_batch_size
-    sizes = {"actor": actor.ppo_mini_batch_size, "critic": critic.ppo_mini_batch_size}
-    for name, mini_batch in sizes.items():
-        if mini_batch and batch % mini_batch:
-            divisors = (d for d in range(1, batch + 1) if batch % d == 0)
-            nearest = min(divisors, key=lambda divisor: abs(divisor - mini_batch))
-            raise UserError(
-                f"config.{name}.ppo_mini_batch_size={mini_batch}: must divide "
-                f"config.data.train_batch_size={batch}; the nearest divisor is {nearest}"
-            )
 
 
 def train_notes(config: Config) -> list[str]:
