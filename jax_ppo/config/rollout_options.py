@@ -200,7 +200,10 @@ class RolloutOptions(Sampling):
     url: str = option("",
         "address of a running server that samples, http://HOST:PORT; it gets the environment "
         "variable JAX_PPO_ROLLOUT_KEY, if set, as a bearer token",
-        rules=(rule.ENGINE_IS_SERVER,))
+        rules=(
+            rule.ENGINE_IS_SERVER,
+            OptionRule(lambda c: not c.rollout.url.rstrip("/").endswith("/v1"), "",
+                "expected the address below which /openapi.json is, without /v1")))
     url_timeout: float = option(600.0, "longest wait for one response of a server",
         unit="seconds", above=0, rules=(unread_unless(rule.ENGINE_IS_SERVER),))
     vllm: VLLM = section(VLLM)

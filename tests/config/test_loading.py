@@ -200,6 +200,7 @@ def test_impossible_values_are_named(changes, expected):
     [
         ("rollout.url", "http://[::1", ": expected http://HOST:PORT"),
         ("rollout.url", "a:1", "='a:1': expected http://HOST:PORT"),
+        ("rollout.url", "http://a:1/v1/", "='http://a:1/v1/': expected the address .*without /v1"),
         (
             "rollout.url",
             "http://secret@a",
