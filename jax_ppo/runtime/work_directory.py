@@ -116,7 +116,7 @@ def publish(folder: Path) -> None:
 def fetch_folder(folder: Path, name: str) -> None:
     """Fetch a folder that an interrupted run has written, if the work directory is in a bucket."""
     if folder in _open_buckets:
-        _open_buckets[folder].fetch_folder(name)
+        _open_buckets[folder].fetch(name)
 
 
 def remove_file(path: Path) -> None:

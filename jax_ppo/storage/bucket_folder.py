@@ -77,19 +77,15 @@ class BucketFolder:
             if run is not None and run.generation == self._generation:
                 run.delete(if_generation_match=run.generation)
 
-    def fetch(self) -> None:
-        """Replace the contents of the local folder with the bucket's files, but not its folders."""
-        files = remote.list_files(self.address, _OPTION)
-        names = [name for name in files if name != RUN_OBJECT and "/" not in name]
-        self._fetch({name: files[name] for name in names}, self.folder)
-
-    def fetch_folder(self, name: str) -> None:
-        """Replace one folder in the local folder with the bucket's; the run may use the others."""
-        files = remote.list_files(f"{self.address}/{name}", _OPTION)
-        files = {f"{name}/{path}": file for path, file in files.items()}
-        self._fetch(files, self.folder / name)
-
-    def _fetch(self, files: dict[str, remote.RemoteFile], folder: Path) -> None:
+    def fetch(self, name: str = "") -> None:
+        """Replace a local folder with the bucket's; without a name, with its files alone."""
+        if name:
+            files = remote.list_files(f"{self.address}/{name}", _OPTION)
+            files = {f"{name}/{path}": file for path, file in files.items()}
+        else:
+            found = remote.list_files(self.address, _OPTION).items()
+            files = {path: file for path, file in found if path != RUN_OBJECT and "/" not in path}
+        folder = self.folder / name
         with self._uploading, remote.reported_errors(self.address, _OPTION):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)

@@ -123,7 +123,7 @@ class ExternalEngine(RolloutEngine):
             if self.takes_adapters:
                 self._load_adapters(base, adapters)
             if not self.takes_adapters:
-                self._export(base, adapters or None)
+                self._export(base, adapters)
                 self.load_weights()
             self._compare(params)
 
@@ -134,29 +134,28 @@ class ExternalEngine(RolloutEngine):
 
     def _load_adapters(self, base: Params, adapters: Params) -> None:
         """Let the engine load the adapters; at first also the base, which stays as it is."""
-        assert self.actor.lora is not None
-        try:
-            if not self.weights.exists():
-                self._export(base, None)
-                # New adapters change nothing, so that nobody would see whether they are applied.
-                visible = enlarge_adapters(adapters, self.actor.lora)
-                self._save_adapters(visible)
-                self.load_weights()
-                if unused := self._unused_adapters(base, visible):
-                    raise AdaptersRefused(f"its log-probs show no adapters on {', '.join(unused)}")
-            self._save_adapters(adapters)
+        architecture, lora, weights = self.actor.architecture, self.actor.lora, self.weights
+        assert lora is not None
+
+        def load(adapters: Params) -> None:
+            save_adapters(adapters, architecture, lora, self.adapters, base_model=str(weights))
             self.load_weights()
+
+        try:
+            if not weights.exists():
+                self._export(base, {})
+                # New adapters change nothing, so that nobody would see whether they are applied.
+                visible = enlarge_adapters(adapters, lora)
+                load(visible)
+                if unused := self._unused_adapters(base, visible, lora.targets):
+                    raise AdaptersRefused(f"its log-probs show no adapters on {', '.join(unused)}")
+            load(adapters)
         except AdaptersRefused as refusal:
             self.merge_adapters(str(refusal))
 
-    def _save_adapters(self, adapters: Params) -> None:
-        assert self.actor.lora is not None
-        architecture, base = self.actor.architecture, str(self.weights)
-        save_adapters(adapters, architecture, self.actor.lora, self.adapters, base_model=base)
-
-    def _export(self, base: Params, adapters: Params | None) -> None:
+    def _export(self, base: Params, adapters: Params) -> None:
         architecture, lora = self.actor.architecture, self.actor.lora
-        if adapters is not None and lora is not None:
+        if adapters and lora is not None:
             base = merge_adapters(base, adapters, architecture, lora)
         export_checkpoint(
             base, architecture, self.weights, dtype=self.dtype, source_folder=self.folder
@@ -204,9 +203,10 @@ class ExternalEngine(RolloutEngine):
         )
         return placement.place(rollout, sharding.batch_rows(self.mesh, B))
 
-    def _unused_adapters(self, base: Params, adapters: Params) -> list[str]:
+    def _unused_adapters(
+        self, base: Params, adapters: Params, targets: Sequence[str]
+    ) -> Sequence[str]:
         """Return the projections whose adapters the engine seems to leave out."""
-        assert self.actor.lora is not None
         probe = self._sample_probe()
 
         def difference(omitted: list[str]) -> float:
@@ -215,11 +215,11 @@ class ExternalEngine(RolloutEngine):
 
         unused: list[str] = []
         least = with_all = difference(unused)
-        for name in self.actor.lora.targets:
+        for name in targets:
             if (without := difference([*unused, name])) < least:
                 unused, least = [*unused, name], without
         if not with_all <= MAX_DIFFERENCE:
-            return unused or list(self.actor.lora.targets)
+            return unused or targets
         # By rounding alone, leaving adapters out would not halve the difference.
         return unused if least < with_all / 2 else []
 
