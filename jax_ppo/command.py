@@ -91,7 +91,9 @@ def prepared_run(
     backends.start_backends()
     compiled_programs.enable_cache(options.trainer.compilation_cache, console.print_on_main)
     workdir = command_line.read_workdir(workdir)
-    distributed.require_equal_options(flatten_options(dataclasses.asdict(options)))
+    values = flatten_options(dataclasses.asdict(options)).items()
+    common = {f"config.{name}": x for name, x in values if not name.startswith("distributed.")}
+    distributed.require_equal(common, "options")
     if evaluates:  # before the folder is opened: a run that writes to a bucket would end
         distributed.run_on_main(lambda: work_directory.refuse_checkpoints(workdir))
     folder = Path()

@@ -153,9 +153,10 @@ def run_life_cycle(config: Config, workdir: Path, kind: TrainingKind) -> dict[st
             # First: a changed option may be why data, folders or weights do not fit.
             saved = find_saved_run(sized, checkpoints, kind.command)
             training = kind.build(choice.sizes.options, mesh)
-            progress = find_progress(
-                training.total_steps, saved, console.print_on_main, **training.fingerprints()
-            )
+            found = training.fingerprints()
+            models = {f"config.{option}": x for option, x in found.get("frozen", {}).items()}
+            distributed.require_equal({"config.data": found["data"]} | models, "files")
+            progress = find_progress(training.total_steps, saved, console.print_on_main, **found)
             with (
                 explain_out_of_memory(training.memory),
                 training.running(),

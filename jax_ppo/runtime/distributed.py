@@ -121,15 +121,15 @@ def allgather_json(value: Any) -> list[Any]:
     return [json.loads(bytes(row[:length])) for row, length in zip(texts, lengths, strict=True)]
 
 
-def require_equal_options(values: dict[str, Any]) -> None:
-    """Raise `UserError` on every process unless all have the same options, by their names."""
+def require_equal(values: dict[str, Any], what: str) -> None:
+    """Raise `UserError` on every process unless all have the same values, by their names."""
     first, *others = allgather_json(values)
     for process, other in enumerate(others, 1):
         for name, value in first.items():
-            if other.get(name) != value and not name.startswith("distributed."):
+            if other.get(name) != value:
                 raise UserError(
-                    f"config.{name}: process {process} has {other.get(name)!r}, process 0 "
-                    f"{value!r}; give all processes the same options"
+                    f"{name}: process {process} has {other.get(name)!r}, process 0 {value!r}; give "
+                    f"all processes the same {what}"
                 )
 
 

@@ -341,8 +341,3 @@ class TestCommandLine:
         run = pod("start", "--", "--config=gsm8k", COMMAND="trian")
         assert run.returncode == 2
         assert run.stderr == "tpu_pod.sh: COMMAND: expected train, sft or reward_model\n"
-
-    def test_help(self):
-        run = capture(LAUNCH / "tpu_pod.sh", "--help")
-        assert run.returncode == 0 and run.stdout.startswith("Train on")
-        assert "--dry-run" in run.stdout

@@ -200,8 +200,3 @@ def test_flags_for_gpus_are_added_unless_the_user_or_jaxlib_has_others(
     assert os.environ["XLA_FLAGS"] == result
     expected = f"note: a run leaves out {ours}: {line}\n" if line else ""
     assert capsys.readouterr().err == 2 * expected
-
-
-def test_programs_of_tests_share_what_they_are_lowered_in():
-    contexts = [jax.jit(lambda x, y=y: x + y).lower(1).compiler_ir().context for y in range(3)]
-    assert contexts[1] in (contexts[0], contexts[2])  # ten programs share one

@@ -118,7 +118,7 @@ def test_processes_with_other_options_are_refused(tmp_path, monkeypatch):
     """Regression: each updated its own copy of the weights by its own learning rate."""
     import tiny
 
-    other = {"seed": 5, "distributed.process_id": 1}
+    other = {"config.seed": 5}
     monkeypatch.setattr(distributed, "allgather_json", lambda own: [own, own | other])
     with pytest.raises(UserError, match="^config.seed: process 1 has 5, process 0 0; give all"):
         command.prepared_run(tiny.config(seed=0), tmp_path).__enter__()

@@ -9,6 +9,7 @@ import tiny
 from jax_ppo.config import schema
 from jax_ppo.errors import UserError
 from jax_ppo.run import life_cycle
+from jax_ppo.runtime import distributed
 from jax_ppo.runtime.devices import resolve_dtype
 from jax_ppo.training import progress
 from jax_ppo.training.checkpoint import Checkpointer, Restored
@@ -195,6 +196,18 @@ def test_options_are_compared_before_a_run_is_built(change, memory, tmp_path, mo
     monkeypatch.setattr(life_cycle, "read_memory_limit", lambda: memory)
     with pytest.raises(UserError, match=rf"config\.{name}=.*another experiment"):
         life_cycle.run_life_cycle(tiny.config(**change), tmp_path, kind)
+
+
+def test_processes_with_other_files_are_refused(tmp_path, monkeypatch):
+    """Regression: each trained on its own copy of the data, to an exit code of 0."""
+    training = types.SimpleNamespace(total_steps=1, fingerprints=lambda: {"data": DATA})
+    kind = life_cycle.TrainingKind("train", "accuracy", lambda sizes, mesh: training, None)
+    others = [{"config.data": {"rows": 9}}]
+    monkeypatch.setattr(
+        distributed, "allgather_json", lambda own: [own, *others * isinstance(own, dict)]
+    )
+    with pytest.raises(UserError, match="^config.data: process 1 has {'rows': 9}, .* same files$"):
+        life_cycle.run_life_cycle(tiny.config(), tmp_path, kind)
 
 
 def test_the_work_directory_of_another_command_is_refused():
