@@ -172,12 +172,12 @@ class HostEnvironment:
                 f"the answer to a turn is {_quote(answer)}; expected (observation, reward, whether "
                 "the dialogue has ended) or these and metrics"
             )
-        observation, reward, ends, *reported = answer
+        observation, reward, ends, reported = (*answer, None)[:4]
         _validate_answer(observation, ends, takes_several=self._frame is not None)
         reward = _read_number(reward, "the reward of a turn")
         if ends:
             self._close(dialogue)
-        figures = read_figures(*reported, names=self.metric_names[:-1])
+        figures = _read_figures(reported, self.metric_names[:-1])
         return _Answer(self._encode(observation, last), reward, bool(ends), figures)
 
     def _encode(self, observation: str | tuple[str, ...], last: int) -> list[int]:
@@ -246,9 +246,7 @@ def _validate_answer(observation: Any, ends: Any, takes_several: bool) -> None:
         )
 
 
-def read_figures(
-    figures: Mapping[str, Any] | None = None, *, names: Sequence[str]
-) -> dict[str, float]:
+def _read_figures(figures: Any, names: Sequence[str]) -> dict[str, float]:
     """Return a turn's metrics; raise `WrongAnswer` unless declared and finite in float32."""
     numbers: dict[str, float] = {}
     if figures is None:

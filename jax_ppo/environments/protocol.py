@@ -29,12 +29,9 @@ class TextEnvironment(Protocol):
 
     A class may have `close()`. It is called when the dialogue has ended; one that was cut off or
     failed is closed when a dialogue of a later batch takes its place.
-
-    Attributes:
-      metric_names: the metrics that turns may report; a class may lack it.
     """
 
-    metric_names: tuple[str, ...] = ()
+    metric_names: tuple[str, ...] = ()  # metrics that turns may report; a class may lack it
 
     def reset(self, example: Example, seed: int) -> None:
         """Begin the dialogue.

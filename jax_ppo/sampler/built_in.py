@@ -75,9 +75,7 @@ class BuiltInEngine(RolloutEngine):
         """Dispatch `continuation.continue_responses` with the weights of the last update.
 
         `rollout` and `draws` come from the call before, or `begin_responses` and `begin_draws`.
-
-        Returns:
-          (responses and states afterwards; int32 [queues], as `Rollout.slot_steps`).
+        Return responses and states afterwards, and int32 [queues], as `Rollout.slot_steps`.
         """
         program = self._program(continuation_program, options)
         return program(self._weights, rollout, draws, version)

@@ -63,9 +63,8 @@ class OneStepAheadSource(SampleSource):
             "turn_rewards": has_turns,
             "turn_starts": has_turns,
         }
-        if saved["responses"].shape != (samples, options.max_response_length):
-            return None
-        if optional != {name: name in saved for name in optional}:
+        fits = saved["responses"].shape == (samples, options.max_response_length)
+        if not fits or optional != {name: name in saved for name in optional}:
             return None
         # `slot_steps` has one number per queue of the decoder, and this mesh may have others.
         shapes = lay_out(saved, parts.mesh, samples, replicated="slot_steps")

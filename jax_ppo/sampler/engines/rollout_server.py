@@ -118,7 +118,19 @@ class RolloutServer:
         if self.is_ours:
             self._python = str(Path(options.vllm.python).expanduser())
             self.setting = f"config.rollout.vllm.python={self._python!r}"
-            _require_vllm(self._python)
+            program = (  # a folder named vllm would be found as a package; it has no modules
+                "import importlib.util as i, sys; "
+                "sys.exit(not i.find_spec('vllm') or i.find_spec('vllm.entrypoints') is None)"
+            )
+            try:
+                lacks_vllm = subprocess.run([self._python, "-c", program], check=False).returncode
+            except OSError as error:
+                raise UserError(f"{self.setting}: {error.strerror}") from None
+            if lacks_vllm:
+                raise UserError(
+                    f"{self.setting}: this interpreter has no vLLM; name one of an environment "
+                    "with `pip install vllm`"
+                )
             with socket.socket() as listener:
                 listener.bind(("127.0.0.1", 0))  # a port that nothing listens on
                 self.port = listener.getsockname()[1]
@@ -217,19 +229,3 @@ class RolloutServer:
         for call in calls:
             with contextlib.suppress(RequestFault):
                 self.post_all([call])
-
-
-def _require_vllm(python: str) -> None:
-    program = (  # a folder named vllm would be found as a package; it has no modules
-        "import importlib.util as i, sys; "
-        "sys.exit(not i.find_spec('vllm') or i.find_spec('vllm.entrypoints') is None)"
-    )
-    try:
-        found = subprocess.run([python, "-c", program], check=False).returncode
-    except OSError as error:
-        raise UserError(f"config.rollout.vllm.python={python!r}: {error.strerror}") from None
-    if found:
-        raise UserError(
-            f"config.rollout.vllm.python={python!r}: this interpreter has no vLLM; name one of an "
-            "environment with `pip install vllm`"
-        )
