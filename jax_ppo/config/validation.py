@@ -4,6 +4,7 @@ Names, types and ranges of single options are validated in loading.py. Functions
 `UserError` at the first problem.
 """
 
+import re
 import urllib.parse
 from collections.abc import Iterator, Mapping
 
@@ -13,6 +14,9 @@ from jax_ppo.config.schema import Actor, Algorithm, Config, all_options
 from jax_ppo.config.training_options import Optim
 from jax_ppo.errors import UserError, counted
 from jax_ppo.registries import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES, ROLLOUT_ENGINES
+
+# Parameters of a query that are secrets, such as api_key and access_token.
+_SECRET = re.compile(r"(?i)(key|token|secret|password|sig|signature)=")
 
 
 def validate_config(config: Config, command: str) -> None:
@@ -56,7 +60,7 @@ def validate_config(config: Config, command: str) -> None:
 def _require_address(option: str, url: str, key_variable: str, has_path: bool = False) -> None:
     """Raise `UserError` unless `url` is a server's address without secrets; never quote a query."""
     form = "HOST/PATH" if has_path else "HOST:PORT"
-    secrets = "a user name or a password" if has_path else "a user name, a password or a query"
+    query = "a key in its query" if has_path else "a query"
     problem = f"expected http://{form} or https://{form}"
     try:
         parts = urllib.parse.urlsplit(url)
@@ -64,10 +68,11 @@ def _require_address(option: str, url: str, key_variable: str, has_path: bool = 
         is_address &= parts.port is None or parts.port > 0
     except ValueError:
         raise UserError(f"{option}: {problem}") from None
-    if parts.username or parts.password or (parts.query and not has_path):
+    has_secret = bool(_SECRET.search(parts.query)) if has_path else bool(parts.query)
+    if parts.username or parts.password or has_secret:
         raise UserError(
-            f"{option}: the address contains {secrets}; set the environment variable "
-            f"{key_variable} instead"
+            f"{option}: the address contains a user name, a password or {query}; set the "
+            f"environment variable {key_variable} instead"
         )
     if not is_address:
         shown = "" if "@" in url else f"={url!r}"

@@ -209,8 +209,8 @@ def test_impossible_values_are_named(changes, expected):
         ("reward.url", "ftp://host/x", "='ftp://host/x': expected http://HOST/PATH"),
         (
             "reward.url",
-            "http://me:pw@host/?key=x",
-            ": the address contains a user name or a password; .*JAX_PPO_REWARD_KEY",
+            "http://host/?v=2&api_key=x",
+            ": the address contains a user name, a password or a key in its query; .*REWARD_KEY",
         ),
         (
             "rollout.multi_turn.environment",
