@@ -224,7 +224,7 @@ def grpo(scores_B: Shaped[Array, " B"], n: int, by_std: bool) -> Float[Array, " 
     Returns:
       float32 [B]; exactly 0 throughout a group of equal scores.
     """
-    deviations = _deviations_from_group_mean(scores_B, n)
+    deviations = group_mean_baseline(scores_B, n).reshape(-1, n)
     if by_std:
         # The mean of the deviations is 0, so the mean of their squares is the variance.
         std = jnp.sqrt(jnp.sum(jnp.square(deviations), axis=1, keepdims=True) / (n - 1))
@@ -238,7 +238,7 @@ def rloo(scores_B: Shaped[Array, " B"], n: int) -> Float[Array, " B"]:
     REINFORCE leave-one-out (Kool et al. 2019; Ahmadian et al. 2024, arXiv 2402.14740). Unbiased:
     the baseline does not depend on the sample. Takes and returns the same as `grpo`.
     """
-    return (_deviations_from_group_mean(scores_B, n) * (n / (n - 1))).reshape(-1)
+    return group_mean_baseline(scores_B, n) * (n / (n - 1))
 
 
 def group_mean_baseline(scores_B: Shaped[Array, " B"], n: int) -> Float[Array, " B"]:
@@ -248,14 +248,10 @@ def group_mean_baseline(scores_B: Shaped[Array, " B"], n: int) -> Float[Array, "
     gradient is (n - 1) / n of the true one. Whitening over the whole rollout, left to the caller,
     divides the advantages of all prompts by one number, and weighs none above another.
     """
-    return _deviations_from_group_mean(scores_B, n).reshape(-1)
-
-
-def _deviations_from_group_mean(scores_B: jax.Array, n: int) -> jax.Array:
     assert scores_B.ndim == 1, scores_B.shape
     assert n > 1 and scores_B.shape[0] % n == 0, (
         f"{scores_B.shape[0]} scores cannot be divided into groups of {n} samples, at least 2"
     )
     groups = scores_B.astype(jnp.promote_types(scores_B.dtype, jnp.float32)).reshape(-1, n)
     groups = groups - groups[:, :1]  # first less one of them: equal scores are exactly 0
-    return groups - jnp.mean(groups, axis=1, keepdims=True)
+    return (groups - jnp.mean(groups, axis=1, keepdims=True)).reshape(-1)

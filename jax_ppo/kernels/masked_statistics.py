@@ -7,7 +7,6 @@ a `jnp.where` after it lets 0 * NaN into the gradient. Results are float32 (floa
 inputs). An empty mask gives 0, never NaN. A NaN that counts propagates.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -75,12 +74,16 @@ def masked_mean(
 
 def masked_min(x: Shaped[Array, " *shape"], mask: Shaped[Array, " *shape"]) -> Float[Array, ""]:
     """Return the smallest element that counts; 0 if none does."""
-    return _extremum(x, mask, jnp.min, jnp.inf)
+    return 0.0 - masked_max(-_at_least_float32(x), mask)
 
 
 def masked_max(x: Shaped[Array, " *shape"], mask: Shaped[Array, " *shape"]) -> Float[Array, ""]:
     """Return the largest element that counts; 0 if none does."""
-    return _extremum(x, mask, jnp.max, -jnp.inf)
+    assert_one_shape(x=x, mask=mask)
+    selected = mask.astype(bool)
+    # `initial` also serves arrays without any element.
+    largest = jnp.max(jnp.where(selected, _at_least_float32(x), -jnp.inf), initial=-jnp.inf)
+    return jnp.where(jnp.any(selected), largest, 0.0)
 
 
 def masked_variance(
@@ -220,16 +223,6 @@ def normalize_by_moments(
 
 def _is_rounding(deviation: jax.Array, moments: Moments, size: float | jax.Array) -> jax.Array:
     return jnp.abs(deviation) <= ROUNDING * jnp.maximum(jnp.abs(moments.mean), size)
-
-
-def _extremum(
-    x: jax.Array, mask: jax.Array, reduce: Callable[..., jax.Array], identity: float
-) -> jax.Array:
-    assert_one_shape(x=x, mask=mask)
-    selected = mask.astype(bool)
-    # `initial` also serves arrays without any element.
-    extremum = reduce(jnp.where(selected, _at_least_float32(x), identity), initial=identity)
-    return jnp.where(jnp.any(selected), extremum, 0.0)
 
 
 def _at_least_float32(x: jax.Array) -> jax.Array:

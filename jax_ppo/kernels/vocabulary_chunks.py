@@ -38,16 +38,13 @@ class UnembeddingLayout(NamedTuple):
     ).astype(dtype)
 
 
-NOT_SPLIT = UnembeddingLayout()
-
-
 class LogitOptions(NamedTuple):
     """How logits are computed: static options of programs."""
 
     temperature: float  # > 0, of sampling, by which logits are divided
     softcap: float | None = None  # c > 0 of c tanh(logits / c)
     num_ids: int | None = None  # ids from here on are never drawn, and p is 0; `None`: all can be
-    layout: UnembeddingLayout = NOT_SPLIT  # how an unembedding split over devices is gathered
+    layout: UnembeddingLayout = UnembeddingLayout()  # how an unembedding is gathered
     chunk_size: int = 0  # positions per chunk; 0: `default_chunk_size`
 
     def chunked(self, positions: int, vocabulary: int) -> "LogitOptions":

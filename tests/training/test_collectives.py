@@ -111,7 +111,7 @@ def test_a_split_unembedding_has_the_gradient_of_a_whole_one(loss, shape):
     compiled, arguments = compile_gradient(
         loss, tiny.make_mesh(8, **{"data": 1} | shape), jnp.float32
     )
-    whole = functools.partial(loss, vocabulary_chunks.NOT_SPLIT, jnp.float32)
+    whole = functools.partial(loss, vocabulary_chunks.UnembeddingLayout(), jnp.float32)
     expected = jax.jit(jax.grad(whole, argnums=(0, 1)))(*inputs())
     for one, other in zip(compiled(*arguments), expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
