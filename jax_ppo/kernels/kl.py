@@ -124,7 +124,7 @@ def adaptive_kl_coef(
 
     Ziegler et al. 2019 (arXiv 1909.08593, section 2.2), as in the authors' code (horizon 10,000):
     an error that stays at the clip changes the coefficient by about exp(+-0.2) every `horizon`
-    samples. It stays positive while 0.2 batch_size < horizon.
+    samples. It stays positive while 0.2 batch_size < horizon, and as it is after a KL of NaN.
 
     Args:
       coef: the present coefficient.
@@ -136,4 +136,4 @@ def adaptive_kl_coef(
     """
     # Clipped, so that one unusual rollout moves the coefficient by little.
     error = jnp.clip(jnp.asarray(current_kl, jnp.float32) / target_kl - 1.0, -0.2, 0.2)
-    return coef * (1.0 + error * batch_size / horizon)
+    return coef * (1.0 + jnp.nan_to_num(error) * batch_size / horizon)

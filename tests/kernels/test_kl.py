@@ -77,4 +77,5 @@ def test_adaptive_coefficient_by_hand():
     # Ten times the target: +0.2.
     np.testing.assert_allclose(adaptive_kl_coef(0.2, 3.0, 6.0, 10_000, 256), 0.198976, rtol=1e-6)
     np.testing.assert_allclose(adaptive_kl_coef(0.2, 60.0, 6.0, 10_000, 256), 0.201024, rtol=1e-6)
-    assert adaptive_kl_coef(jnp.float32(0.25), 6.0, 6.0, 10_000, 256) == 0.25
+    for unmoved in (6.0, math.nan):
+        assert adaptive_kl_coef(jnp.float32(0.25), unmoved, 6.0, 10_000, 256) == 0.25
