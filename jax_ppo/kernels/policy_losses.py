@@ -93,7 +93,7 @@ def gmpo(batch: PolicyBatch, clip: Clip, sequence_sum: SequenceSum) -> PolicyLos
     )
     ratio = jnp.exp(_mean_over_response(cut, batch, sequence_sum))
     return unclipped_result(-advantages * ratio, ratio, log_ratio)._replace(
-        clipped=(cut != log_ratio).astype(jnp.float32)
+        clipped=((cut != log_ratio) & (advantages != 0)).astype(jnp.float32)
     )
 
 

@@ -88,11 +88,13 @@ def test_by_hand(name, advantage, loss, gradient, ratio, clipped):
     np.testing.assert_allclose(result.loss, [loss], rtol=1e-6)
     np.testing.assert_allclose(slope, [gradient], rtol=1e-6)
     np.testing.assert_allclose(result.ratio, [ratio], rtol=1e-6)
-    np.testing.assert_allclose(
-        result.log_ratio, [(LN2, 0)], rtol=1e-6
-    )  # of the token, whatever the ratio is of
+    # Of the token, whatever the ratio is of.
+    np.testing.assert_allclose(result.log_ratio, [(LN2, 0)], rtol=1e-6)
     np.testing.assert_array_equal(result.clipped, [clipped])
     np.testing.assert_array_equal(result.dual_clipped, 0)
+    # Without an advantage, no clip removes a gradient.
+    unrewarded, _ = run(name, [[-4, -2]], [[-2, -2]], [[0, 0]], np.ones((1, 2)))
+    assert name == "cispo" or not unrewarded.clipped.any()
 
 
 def test_dual_clip_of_a_whole_response():
