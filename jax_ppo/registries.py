@@ -140,6 +140,8 @@ class AdvantageEstimator(Entry):
 class PolicyLossEntry(Entry):
     """A loss, see kernels/policy_losses.py; its parameters name its inputs."""
 
+    clips: bool = True  # it reads the clip range
+    clips_twice: bool = True  # it reads the constant of the dual clip
     # Its authors' `clip_ratio_low` and `clip_ratio_high`, unless they clip single tokens.
     authors_clip: tuple[str, str] | None = None
     # It is biased once the policy has changed.
@@ -253,7 +255,8 @@ POLICY_LOSSES = Registry(PolicyLossEntry, "Policy losses", ("actor.policy_loss",
     PolicyLossEntry("importance", "jax_ppo.kernels.policy_losses:importance",
         "unclipped ratio",
         when="you want to see what the clip changes",
-        source="Kakade & Langford 2002; Schulman et al. 2015, arXiv 1502.05477"),
+        source="Kakade & Langford 2002; Schulman et al. 2015, arXiv 1502.05477",
+        clips=False, clips_twice=False),
     PolicyLossEntry("gspo", "jax_ppo.kernels.policy_losses:gspo",
         "sequence-level ratio",
         when="the ratios of single tokens are noise, as with mixtures of experts",
@@ -263,16 +266,17 @@ POLICY_LOSSES = Registry(PolicyLossEntry, "Policy losses", ("actor.policy_loss",
         "geometric mean of clipped ratios",
         when="a few tokens with large ratios dominate a response",
         source="Zhao et al. 2025, arXiv 2507.20673",
-        other_names=("geo_mean",)),
+        other_names=("geo_mean",), clips_twice=False),
     PolicyLossEntry("cispo", "jax_ppo.kernels.policy_losses:cispo",
         "truncated ratio as a weight",
         when="clipping would exclude tokens worth learning, such as rare words that turn a proof",
-        source="MiniMax-M1 2025, arXiv 2506.13585"),
+        source="MiniMax-M1 2025, arXiv 2506.13585",
+        clips_twice=False),
     PolicyLossEntry("reinforce", "jax_ppo.kernels.policy_losses:reinforce",
         "no ratio",
         when="each rollout gets one optimizer step",
         source="Williams 1992; Chu et al. 2025, arXiv 2504.02546",
-        other_names=("gpg",), needs_one_update=True))
+        other_names=("gpg",), clips=False, clips_twice=False, needs_one_update=True))
 
 SCHULMAN = "http://joschu.net/blog/kl-approx.html"
 KL_ESTIMATORS = Registry(  # verl's names are accepted beside the names of Schulman's note

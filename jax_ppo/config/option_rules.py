@@ -4,7 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 from jax_ppo.config.option import SUPERVISED, OptionRule, option_value
-from jax_ppo.registries import ADVANTAGE_ESTIMATORS, ROLLOUT_ENGINES
+from jax_ppo.registries import (
+    ADVANTAGE_ESTIMATORS,
+    KL_CONTROLLERS,
+    POLICY_LOSSES,
+    ROLLOUT_ENGINES,
+)
 
 
 def estimator_reads(name: str) -> OptionRule:
@@ -104,7 +109,18 @@ VALUES_TOKENS = OptionRule(
 CRITIC_HAS_TRUNK = option_is("critic.shared_trunk", False,
     "a critic that shares the actor's trunk has no separate trunk; leave it unset, or set "
     "config.critic.shared_trunk=False")
-CRITIC_IS_SEPARATE = OptionRule(lambda c: not c.shares_trunk, CRITIC_HAS_TRUNK.summary)
+CRITIC_IS_SEPARATE = OptionRule(lambda c: c.has_critic and not c.shares_trunk,
+    f"{HAS_CRITIC.summary} and {CRITIC_HAS_TRUNK.summary}")
+LOSS_CLIPS = OptionRule(lambda c: POLICY_LOSSES.lookup(c.actor.policy_loss).clips,
+    POLICY_LOSSES.condition(lambda entry: not entry.clips, negated=True))
+HAS_KL_LOSS = option_is("actor.use_kl_loss", True)
+KL_ADAPTS = OptionRule(lambda c: KL_CONTROLLERS[c.algorithm.kl_ctrl.type].adapts,
+    KL_CONTROLLERS.condition(lambda entry: entry.adapts))
+DRAWS_HELD_OUT = OptionRule(lambda c: c.rollout.val_kwargs.temperature,
+    "`rollout.val_kwargs.temperature` is above 0")
+LEARNS_FROM_SCORES = option_is("teacher.use_task_rewards", True)
+HAS_SCORES = OptionRule(lambda c: not c.rewards_by_environment_alone,
+    "`rollout.multi_turn.reward` is sum")
 HAS_IMPORTANCE_WEIGHTS = OptionRule(lambda c: c.algorithm.rollout_is != "none",
     "`algorithm.rollout_is` is set")
 HAS_ROLLOUT_MESH = OptionRule(

@@ -27,13 +27,13 @@ class Sampling:
 
     temperature: float = option(0.0, "divisor of the logits; 0 is greedy", at_least=0)
     top_k: int = option(-1, "draw from the k most likely tokens; -1: from all",
-        at_least=-1, not_zero=True)
+        at_least=-1, not_zero=True, rules=(rule.DRAWS_HELD_OUT,))
     top_p: float = option(1.0,
         "draw from the most likely tokens that together have this probability",
-        above=0, at_most=1)
+        above=0, at_most=1, rules=(rule.DRAWS_HELD_OUT,))
     min_p: float = option(0.0,
         "draw from the tokens at least this fraction as likely as the most likely one",
-        at_least=0, at_most=1)
+        at_least=0, at_most=1, rules=(rule.DRAWS_HELD_OUT,))
     n: int = option(1, "responses per prompt", unit="responses", at_least=1,
         rules=(OptionRule(lambda c: (
             c.rollout.val_kwargs.temperature or c.rollout.multi_turn.environment),
@@ -177,9 +177,9 @@ class RolloutOptions(Sampling):
             ROLLOUT_ENGINES.condition(lambda entry: entry.is_server, negated=True),
             "servers report log-probs before temperature and filters or after both; set it to "
             "1, unset top_k, top_p, min_p and min_new_tokens, or use the built-in engine"),))
-    top_k: int = redeclare(Sampling, "top_k", read_by=PPO)
-    top_p: float = redeclare(Sampling, "top_p", read_by=PPO)
-    min_p: float = redeclare(Sampling, "min_p", read_by=PPO)
+    top_k: int = redeclare(Sampling, "top_k", read_by=PPO, rules=())
+    top_p: float = redeclare(Sampling, "top_p", read_by=PPO, rules=())
+    min_p: float = redeclare(Sampling, "min_p", read_by=PPO, rules=())
     n: int = redeclare(Sampling, "n",
         read_by=PPO,
         rules=(*rule.compares_responses(lambda c: c.rollout.n),))

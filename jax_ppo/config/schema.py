@@ -204,13 +204,14 @@ class Reward:
             "needs a config.reward.function that returns step_rewards"),))
     normalize: str = option("none",
         "shift and scale scores to mean 0 and variance 1: running, of all so far",
-        choices=("none", "running"), fixed_on_resume=True)
+        choices=("none", "running"), fixed_on_resume=True,
+        rules=(rule.HAS_SCORES, rule.LEARNS_FROM_SCORES))
     clip: float | None = option(None,
         "clip scores, after normalization, to +- this; unset: no clipping",
-        above=0)
+        above=0, rules=(rule.HAS_SCORES, rule.LEARNS_FROM_SCORES))
     missing_eos_penalty: float = option(0.0,
         "subtracted from the score of a response that was cut off",
-        at_least=0)
+        at_least=0, rules=(rule.LEARNS_FROM_SCORES,))
     overlong_buffer_len: int = option(0,
         "last tokens of max_response_length over which a penalty grows from 0 to "
         "overlong_penalty_factor (DAPO); 0: no penalty",
@@ -219,11 +220,12 @@ class Reward:
             # verl#2107
             OptionRule(lambda c: c.reward.overlong_buffer_len <= c.data.max_response_length,
                 "it is at most `data.max_response_length`",
-                "expected at most config.data.max_response_length={c.data.max_response_length}"),))
+                "expected at most config.data.max_response_length={c.data.max_response_length}"),
+            rule.LEARNS_FROM_SCORES))
     overlong_penalty_factor: float = option(1.0, "subtracted from the score at max_response_length",
-        at_least=0)
+        at_least=0, rules=(rule.is_set("reward.overlong_buffer_len"),))
     length_penalty: float = option(0.0, "subtracted from the score for each token of the response",
-        at_least=0)
+        at_least=0, rules=(rule.LEARNS_FROM_SCORES,))
 
 
     @functools.cached_property

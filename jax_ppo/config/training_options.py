@@ -168,16 +168,24 @@ class Actor:
     ppo_epochs: int = option(1, "passes over a rollout, each in another order", at_least=1,
         read_by=PPO)
     clip_ratio: float = option(0.2, "the ratio is clipped to [1 - clip_ratio, 1 + clip_ratio]",
-        above=0, below=1)
+        above=0, below=1,
+        rules=(
+            rule.LOSS_CLIPS,
+            OptionRule(lambda c: None in (c.actor.clip_ratio_low, c.actor.clip_ratio_high),
+                "`actor.clip_ratio_low` or `actor.clip_ratio_high` is unset")))
     clip_ratio_low: float | None = option(None, "clip range below 1; unset: clip_ratio",
-        above=0, below=1)
-    clip_ratio_high: float | None = option(None, "clip range above 1; unset: clip_ratio", above=0)
+        above=0, below=1, rules=(rule.LOSS_CLIPS,))
+    clip_ratio_high: float | None = option(None, "clip range above 1; unset: clip_ratio",
+        above=0, rules=(rule.LOSS_CLIPS,))
     clip_ratio_c: float | None = option(3.0,
         "dual clip: bound of the ratio where the advantage is negative; 0 turns it off",
         at_least=0,
-        rules=(OptionRule(lambda c: not c.actor.clip_ratio_c or c.actor.clip_ratio_c > 1,
-            "it is above 1, or 0",
-            "the dual clip's constant must be above 1; 0 turns it off"),))
+        rules=(
+            OptionRule(lambda c: not c.actor.clip_ratio_c or c.actor.clip_ratio_c > 1,
+                "it is above 1, or 0",
+                "the dual clip's constant must be above 1; 0 turns it off"),
+            OptionRule(lambda c: POLICY_LOSSES.lookup(c.actor.policy_loss).clips_twice,
+                POLICY_LOSSES.condition(lambda entry: not entry.clips_twice, negated=True))))
     policy_loss: str = option("vanilla",
         "loss of a token, or your own, `module:function` or `file.py:function` "
         "(kernels/policy_losses.py)",
@@ -188,11 +196,13 @@ class Actor:
         at_least=0, rules=(rule.SEQUENCES_ARE_WHOLE,))
     use_kl_loss: bool = option(False, "add the KL to the reference to the actor's loss",
         rules=(rule.USES_REFERENCE,))
-    kl_loss_coef: float = option(0.001, "weight of the KL in the loss", at_least=0)
+    kl_loss_coef: float = option(0.001, "weight of the KL in the loss",
+        at_least=0, rules=(rule.HAS_KL_LOSS,))
     kl_loss_type: str = option("k3",
         "estimator of the KL in the loss, where k1 does not restrain the policy; or a function of "
         "log-ratios (kernels/kl.py)",
-        choices=tuple(KL_ESTIMATORS), is_plugin=True, aliases=KL_ESTIMATORS.other_names())
+        choices=tuple(KL_ESTIMATORS), is_plugin=True, aliases=KL_ESTIMATORS.other_names(),
+        rules=(rule.HAS_KL_LOSS,))
     target_kl: float | None = option(None,
         "skip a step's remaining mini-batches once the approximate KL to the policy at its start "
         "exceeds 1.5 times this; unset: no limit",
@@ -295,10 +305,10 @@ class Critic:
         choices=tuple(AGGREGATIONS), rules=(rule.CRITIC_HAS_TRUNK,))
     cliprange_value: float | None = option(0.5,
         "how far a new value may move from the old one in the loss; 0: no limit",
-        at_least=0)
+        at_least=0, rules=(unread_unless(rule.HAS_CRITIC),))
     value_loss_coef: float = option(1.0,
         "weight of the value loss; also scales the reported loss and gradient norm",
-        above=0)
+        above=0, rules=(unread_unless(rule.HAS_CRITIC),))
     router_aux_loss_coef: float = option(0.0, "as the actor's",
         at_least=0, rules=(rule.CRITIC_IS_SEPARATE, rule.SEQUENCES_ARE_WHOLE))
     normalize_values: bool = option(False,
@@ -320,14 +330,15 @@ class KLControl:
     kl_coef: float = option(0.001,
         "coefficient of the KL in the reward; with adaptive, its initial value",
         at_least=0,
-        rules=(OptionRule(lambda c: KL_CONTROLLERS[c.algorithm.kl_ctrl.type].adapts,
-            "`algorithm.kl_ctrl.type` is adaptive", first_step_only=True),))
+        rules=(
+            rule.option_is("algorithm.use_kl_in_reward", True),
+            dataclasses.replace(rule.KL_ADAPTS, first_step_only=True)))
     target_kl: float = option(0.1, "KL that adaptive aims at, per target_unit",
-        unit="nats", above=0)
+        unit="nats", above=0, rules=(rule.KL_ADAPTS,))
     target_unit: str = option("token",
         "unit of target_kl: token, the mean KL per token (verl); sequence, its sum over a "
         "response (OpenAI's 6)",
-        choices=("token", "sequence"))
+        choices=("token", "sequence"), rules=(rule.KL_ADAPTS,))
     horizon: int = option(10_000, "samples over which adaptive changes the coefficient",
         unit="samples", at_least=1,
         rules=(
@@ -336,7 +347,8 @@ class KLControl:
                 c.algorithm.kl_ctrl.horizon >= c.samples_per_step),
                 "it is at least a step's samples, for `adaptive`",
                 "must be at least the {c.samples_per_step} samples of a step, or one step could "
-                "take the coefficient far past its target", at_default=True),))
+                "take the coefficient far past its target", at_default=True),
+            rule.KL_ADAPTS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -413,7 +425,7 @@ class Algorithm:
         "estimator of the KL in the reward, where only k1 follows the KL's gradient; or a "
         "function as for actor.kl_loss_type",
         choices=KL_ESTIMATORS.names(lambda entry: not entry.only_in_loss), is_plugin=True,
-        aliases=KL_ESTIMATORS.other_names())
+        aliases=KL_ESTIMATORS.other_names(), rules=(unread_unless(rule.USES_REFERENCE),))
     kl_ctrl: KLControl = section(KLControl)
     filter_groups: FilterGroups = section(FilterGroups, read_by=PPO)
     rollout_is: str = option("none",
