@@ -19,7 +19,7 @@ from jax_ppo.ppo import forward_passes
 from jax_ppo.ppo.experience import estimate_experience
 from jax_ppo.ppo.mini_batches import sample_lengths
 from jax_ppo.ppo.objectives import UpdateOptions
-from jax_ppo.ppo.reward_shaping import EarnedRewards, ExperienceOptions
+from jax_ppo.ppo.reward_shaping import EarnedRewards
 from jax_ppo.ppo.update import UpdateSetup, update_state
 from jax_ppo.reporting import console
 from jax_ppo.run.build import build_run
@@ -57,7 +57,7 @@ class Training:
         )
         rewarded = run.rules.score(batch, rollout)
         experience, _ = estimate_experience(
-            ExperienceOptions.from_config(config),
+            run.step_options.experience,
             state.control,
             sequences,
             rollout.logprobs,

@@ -104,9 +104,7 @@ def estimate_experience(
 def select_tokens(algorithm: Algorithm, sequences: Sequences) -> Masks:
     """Return which tokens count; `mask_truncated` excludes responses that were cut off."""
     actions = sequences.action_mask
-    samples = jnp.ones_like(sequences.truncated)  # True for all
-    if algorithm.mask_truncated:
-        samples = ~sequences.truncated
+    samples = ~(sequences.truncated & algorithm.mask_truncated)
     loss = actions & samples[:, None]
     starts = sequences.turn_starts
     if starts is None:

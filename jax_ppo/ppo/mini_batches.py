@@ -46,10 +46,7 @@ class RolloutPacker:
     @functools.cached_property
     def row_length(self) -> int:
         """Return L, the tokens of a packed row."""
-        config = self.config
-        return packed_row_length(
-            config.packing, config.model.attention, config.sequence_length, config.mesh.context
-        )
+        return packed_row_length(self.config)
 
     @functools.cached_property
     def partitions(self) -> dict[str, Partition]:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 from jax_ppo.config import plugins
-from jax_ppo.config.schema import Algorithm, Config, Reward, Teacher
+from jax_ppo.config.schema import Algorithm, Reward, Teacher
 from jax_ppo.errors import UserError
 from jax_ppo.kernels import kl
 from jax_ppo.kernels.masked_statistics import (
@@ -41,20 +41,6 @@ class ExperienceOptions:
     has_critic: bool  # advantages come from a critic
     whitens_advantages: bool  # advantages are whitened over the rollout
     normalizes_values: bool  # the critic learns normalized returns
-
-    @classmethod
-    def from_config(cls, config: Config) -> "ExperienceOptions":
-        """Collect the options from all sections."""
-        return cls(
-            algorithm=config.algorithm,
-            reward=config.reward,
-            teacher=config.teacher,
-            max_response_length=config.data.max_response_length,
-            responses_per_prompt=config.responses_per_prompt,
-            has_critic=config.has_critic,
-            whitens_advantages=config.whitens_advantages,
-            normalizes_values=config.critic.normalize_values,
-        )
 
 
 @pytree

@@ -27,7 +27,7 @@ from jax_ppo.ppo.step_parts import StepObserver, StepParts
 from jax_ppo.ppo.update import UpdateSetup, update_state
 from jax_ppo.runtime.devices import release_freed_memory
 from jax_ppo.training.state import TrainState
-from jax_ppo.types import Experience, Sequences
+from jax_ppo.types import Experience
 
 
 class StepResult(NamedTuple):
@@ -45,11 +45,17 @@ def take_ppo_step(
     parts: StepParts, state: TrainState, samples: SampleSource, step: int, observer: StepObserver
 ) -> tuple[TrainState, StepResult]:
     """Take one step, numbered from 0, donating the state; the mesh may still be computing."""
-    # 1. Sample responses.
-    sampled, packed = take_samples(parts, state, samples, step, observer)
+    # 1. Sample responses, wait for their lengths, and pack them into rows.
+    sampled = samples.take(state, step, observer)
+    with observer.phase("rollout"):
+        packed = parts.packer.pack(step, sample_lengths(sampled.batch, sampled.rollout))
 
     # 2. Start computing values, and log-probs under policy and reference; do not wait for them.
-    sequences, outputs = start_forward_passes(parts, state, sampled, packed, observer)
+    sequences = join_sequences(sampled.rollout, parts.config.sequence_length)
+    with observer.phase("forward"):
+        outputs = run_forward_passes(
+            parts.step_options.forward, parts.nets, state, sequences, packed.forward
+        )
 
     # A source that samples one step ahead starts on the next step's samples here.
     samples.begin_next(state, step, observer)
@@ -73,32 +79,6 @@ def take_ppo_step(
 
     metrics |= update_metrics
     return state, StepResult(sampled, packed, experience, rule_rewards, rewards, metrics)
-
-
-def take_samples(
-    parts: StepParts, state: TrainState, samples: SampleSource, step: int, observer: StepObserver
-) -> tuple[SampledBatch, RolloutPacking]:
-    """Take the samples of a step, wait for their lengths, and pack them into rows."""
-    sampled = samples.take(state, step, observer)
-    with observer.phase("rollout"):
-        lengths = sample_lengths(sampled.batch, sampled.rollout)
-        return sampled, parts.packer.pack(step, lengths)
-
-
-def start_forward_passes(
-    parts: StepParts,
-    state: TrainState,
-    sampled: SampledBatch,
-    packed: RolloutPacking,
-    observer: StepObserver,
-) -> tuple[Sequences, ForwardOutputs]:
-    """Return prompts and responses joined, and the outputs of the forward passes over them."""
-    options = parts.step_options
-    sequences = join_sequences(sampled.rollout, parts.config.sequence_length)
-    with observer.phase("forward"):
-        return sequences, run_forward_passes(
-            options.forward, parts.nets, state, sequences, packed.forward
-        )
 
 
 def apply_rewards(

@@ -44,7 +44,17 @@ class StepOptions:
     @functools.cached_property
     def experience(self) -> ExperienceOptions:
         """Return the options of `estimate_experience`."""
-        return ExperienceOptions.from_config(self.config)
+        config = self.config
+        return ExperienceOptions(
+            algorithm=config.algorithm,
+            reward=config.reward,
+            teacher=config.teacher,
+            max_response_length=config.data.max_response_length,
+            responses_per_prompt=config.responses_per_prompt,
+            has_critic=config.has_critic,
+            whitens_advantages=config.whitens_advantages,
+            normalizes_values=config.critic.normalize_values,
+        )
 
     @functools.cached_property
     def update(self) -> UpdateOptions:

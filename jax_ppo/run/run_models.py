@@ -70,9 +70,7 @@ def read_run_models(
     attention = describe_attention(
         config.model,
         nets.actor,
-        packed_row_length(
-            config.packing, config.model.attention, config.sequence_length, config.mesh.context
-        ),
+        packed_row_length(config),
         decodes=config.rollout.engine == "built-in",
     )
     if attention:

@@ -51,7 +51,14 @@ def measure_sampling(
     if rollout.slot_steps is not None:
         metrics["rollout/slot_use"] = rollout.action_mask.sum() / rollout.slot_steps.sum()
     if rollout.turn_rewards is not None:
-        metrics |= _measure_turns(rollout, rollout.turn_rewards)
+        starts_BxT = rollout.turn_starts
+        if starts_BxT is None:
+            starts_BxT = starts_of_turns(rollout.action_mask)
+        metrics |= {
+            "rollout/turns": starts_BxT.sum(1).mean(),
+            "rollout/observed_share": 1 - rollout.action_mask.sum() / rollout.lengths.sum(),
+            "reward/turns": rollout.turn_rewards.sum(1).mean(),
+        }
     if rollout.versions is not None:
         # In steps, of the tokens that the policy chose.
         ages_BxT = jnp.where(rollout.action_mask, step - rollout.versions, 0)
@@ -65,18 +72,6 @@ def measure_sampling(
             rewards_B = rewards_B + steps_BxT.sum(1)
         metrics |= _measure_groups(rollout, rewards_B, responses_per_prompt)
     return metrics
-
-
-def _measure_turns(rollout: Rollout, turn_rewards_BxT: jax.Array) -> dict[str, jax.Array]:
-    actions_BxT = rollout.action_mask
-    starts_BxT = rollout.turn_starts
-    if starts_BxT is None:
-        starts_BxT = starts_of_turns(actions_BxT)
-    return {
-        "rollout/turns": starts_BxT.sum(1).mean(),
-        "rollout/observed_share": 1 - actions_BxT.sum() / rollout.lengths.sum(),
-        "reward/turns": turn_rewards_BxT.sum(1).mean(),
-    }
 
 
 def _measure_groups(rollout: Rollout, rewards_B: jax.Array, n: int) -> dict[str, jax.Array]:

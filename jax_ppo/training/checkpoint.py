@@ -217,10 +217,6 @@ class Checkpointer:
             return None
         return ocp.StandardCheckpointHandler().metadata(path).tree
 
-    def restore_item(self, step: int, name: str, abstract: Any) -> Any:
-        """Read one tree of a checkpoint, as `restore` does."""
-        return self.restore(step, {name: abstract}).arrays[name]
-
     def wait(self) -> None:
         """Wait until everything saved is on disk, and raise the error if a save failed."""
         with self._disk_errors():

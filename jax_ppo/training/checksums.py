@@ -180,7 +180,11 @@ def set_damaged_aside(directory: str, report: Callable[[str], None]) -> int | No
             aside = f"{step}.damaged"
             _remove(f"{directory}/{aside}")
             # Renamed and not deleted: the user may still recover something from it.
-            _rename(folder, f"{directory}/{aside}")
+            if remote.is_address(folder):
+                paths = map(remote.bucket_path, (folder, f"{directory}/{aside}"))
+                remote.open_filesystem(folder).mv(*paths, recursive=True)
+            else:
+                os.rename(folder, f"{directory}/{aside}")
             line = f"checkpoint {folder} is damaged ({damage}): renamed to {aside}"
             if newest is None and position + 1 < len(steps):
                 line += f"; trying the one of step {steps[position + 1]}"
@@ -197,14 +201,6 @@ def _remove(folder: str) -> None:
     filesystem, path = remote.open_filesystem(folder), remote.bucket_path(folder)
     if filesystem.exists(path):
         filesystem.rm(path, recursive=True)
-
-
-def _rename(folder: str, new: str) -> None:
-    if not remote.is_address(folder):
-        os.rename(folder, new)
-        return
-    paths = map(remote.bucket_path, (folder, new))
-    remote.open_filesystem(folder).mv(*paths, recursive=True)
 
 
 def _file_checksum(path: Path) -> int:

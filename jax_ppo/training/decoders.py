@@ -5,7 +5,7 @@ import jax.extend
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_ppo.config.schema import Model, PackingOptions, RolloutOptions
+from jax_ppo.config.schema import Config, Model, RolloutOptions
 from jax_ppo.errors import UserError
 from jax_ppo.kernels.platform import target_platform
 from jax_ppo.models import cache
@@ -21,9 +21,11 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.runtime.parallelism.split_attention import num_row_parts
 
 
-def packed_row_length(packing: PackingOptions, attention: str, longest: int, parts: int) -> int:
-    """Return L, the tokens of a packed row, which `parts` devices split: `longest` or more."""
-    return packing.row_length or round_row_length(attention, _platform(), longest, parts)
+def packed_row_length(config: Config) -> int:
+    """Return L, the tokens of a packed row: those of the longest sequence, or more."""
+    longest, parts = config.sequence_length, config.mesh.context
+    rounded = round_row_length(config.model.attention, _platform(), longest, parts)
+    return config.packing.row_length or rounded
 
 
 def build_decoder(architecture: Architecture, options: Model, row_length: int) -> Transformer:

@@ -209,11 +209,7 @@ class NetworkReader:
         return self._build_decoder(architecture)
 
     def _build_decoder(self, architecture: Architecture) -> Transformer:
-        config = self.config
-        row_length = packed_row_length(
-            config.packing, config.model.attention, config.sequence_length, config.mesh.context
-        )
-        return build_decoder(architecture, config.model, row_length)
+        return build_decoder(architecture, self.config.model, packed_row_length(self.config))
 
     def _with_adapters(self, role: str, option: str, head: str) -> Transformer:
         return self.actor.clone(lora=self._read_lora(role, option, head, self.actor.architecture))

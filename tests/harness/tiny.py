@@ -15,7 +15,8 @@ from jax_ppo.models.transformer import Transformer
 from jax_ppo.ppo import forward_passes, update
 from jax_ppo.ppo.experience import estimate_experience as estimate
 from jax_ppo.ppo.objectives import UpdateOptions
-from jax_ppo.ppo.reward_shaping import EarnedRewards, ExperienceOptions
+from jax_ppo.ppo.reward_shaping import EarnedRewards
+from jax_ppo.ppo.step_parts import StepOptions
 from jax_ppo.run.evaluation import Evaluation
 from jax_ppo.runtime import meshes, placement, sharding
 from jax_ppo.training import packing
@@ -221,9 +222,7 @@ def pack_batches(config, mesh, rollout, groups, rows):
         total,
         groups,
         rows,
-        packed_row_length(
-            config.packing, config.model.attention, config.sequence_length, config.mesh.context
-        ),
+        packed_row_length(config),
         config.packing.enabled,
     )
     parts = meshes.row_parts(mesh)
@@ -271,7 +270,7 @@ def make_evaluation(mean, records=(), **figures):
 
 def estimate_experience(config, control, sequences, logprobs, outputs, *rewards):
     """Call `experience.estimate_experience` with the config's options."""
-    options = ExperienceOptions.from_config(config)
+    options = StepOptions(config).experience
     return estimate(options, control, sequences, logprobs, outputs, EarnedRewards(*rewards))
 
 

@@ -287,8 +287,7 @@ def test_a_run_packs_rounded_rows_and_prints_what_attends_on_a_tpu(monkeypatch):
     def describe(decodes=False, **changes):
         config = tiny.config(**changes)
         actor = read_networks(config, Folders(actor=Path("actor"))).actor
-        sizes = (config.sequence_length, config.mesh.context)
-        length = decoders.packed_row_length(config.packing, config.model.attention, *sizes)
+        length = decoders.packed_row_length(config)
         return length, decoders.describe_attention(config.model, actor, length, decodes=decodes)
 
     assert describe(decodes=True, packing__row_length=1000) == (1000, "")

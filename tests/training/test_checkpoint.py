@@ -81,9 +81,8 @@ def test_what_was_saved_comes_back(tmp_path):
         arrays, read = checkpoints.restore(3, shapes_of_tree(saved))
         assert read == meta
         assert_same(arrays, saved)
-        assert_same(
-            checkpoints.restore_item(3, "critic", shapes_of_tree(saved["critic"])), saved["critic"]
-        )
+        critic = {"critic": saved["critic"]}
+        assert_same(checkpoints.restore(3, shapes_of_tree(critic)).arrays, critic)
         assert checkpoints.restore(3, {}) == ({}, meta)
 
 
@@ -116,7 +115,7 @@ def test_the_arrays_may_change_as_soon_as_save_returns(tmp_path):
         checkpoints.save(1, {"actor": tree}, {})
         for _ in range(5):
             tree = {"w": change(tree["w"])}
-        read = checkpoints.restore_item(1, "actor", shapes_of_tree(tree))
+        read = checkpoints.restore(1, {"actor": shapes_of_tree(tree)}).arrays["actor"]
     assert float(jnp.abs(read["w"]).sum()) == 0
 
 
@@ -126,7 +125,7 @@ def test_another_mesh_reads_the_same_bits(tmp_path, shape):
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(1, {"actor": saved}, {})
         expected = shapes_of_tree(params(make_mesh(*shape)))
-        read = checkpoints.restore_item(1, "actor", expected)
+        read = checkpoints.restore(1, {"actor": expected}).arrays["actor"]
     assert jax.tree.map(lambda x: x.sharding, read) == jax.tree.map(lambda x: x.sharding, expected)
     jax.tree.map(
         lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), read, saved
@@ -139,7 +138,7 @@ def test_another_dtype_is_cast_and_typed_keys_are_kept(tmp_path):
         checkpoints.save(1, {"actor": saved}, {})
         expected = shapes_of_tree(saved)
         expected["w"] = jax.ShapeDtypeStruct((4,), jnp.bfloat16, sharding=saved["w"].sharding)
-        read = checkpoints.restore_item(1, "actor", expected)
+        read = checkpoints.restore(1, {"actor": expected}).arrays["actor"]
     assert read["w"].dtype == jnp.bfloat16
     assert read["key"] == saved["key"] and read["key"].dtype == saved["key"].dtype
 
@@ -205,7 +204,7 @@ class TestErrors:
             with pytest.raises(UserError, match="and 18 more"):
                 checkpoints.restore(1, {"actor": shapes_of_tree(many)})
             with pytest.raises(UserError, match="holds no 'critic'"):
-                checkpoints.restore_item(1, "critic", shapes_of_tree(saved))
+                checkpoints.restore(1, {"critic": shapes_of_tree(saved)})
 
     def test_a_step_that_is_not_there(self, tmp_path):
         with Checkpointer(tmp_path) as checkpoints:

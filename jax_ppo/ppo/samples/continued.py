@@ -185,7 +185,7 @@ class ContinuedSource(SampleSource):
         if not fits:
             return None
         shapes = lay_out(saved, parts.mesh, samples, replicated="prompts")
-        arrays = checkpoints.restore_item(step, POOL, shapes)
+        arrays = checkpoints.restore(step, {POOL: shapes}).arrays[POOL]
         rollout = read_rollout(arrays["rollout"], step)
         prompts = placement.to_host(arrays["prompts"])
         entered = np.where(prompts[:, 1] < 0, -1, prompts[:, 0])

@@ -68,7 +68,8 @@ class OneStepAheadSource(SampleSource):
             return None
         # `slot_steps` has one number per queue of the decoder, and this mesh may have others.
         shapes = lay_out(saved, parts.mesh, samples, replicated="slot_steps")
-        rollout = read_rollout(checkpoints.restore_item(step, ROLLOUT, shapes), step)
+        arrays = checkpoints.restore(step, {ROLLOUT: shapes}).arrays[ROLLOUT]
+        rollout = read_rollout(arrays, step)
         batch = next(batches)
         if not are_rows(rollout.prompts, np.repeat(batch.indices, n), parts.training):
             batches.position = position

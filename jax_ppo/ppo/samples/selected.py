@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax_ppo.data.prompt_batches import make_batch
 from jax_ppo.errors import UserError
 from jax_ppo.kernels.masked_statistics import ROUNDING
-from jax_ppo.ppo.rewarding import RuleRewards
+from jax_ppo.ppo.rewarding import RuleRewards, mean_of_known
 from jax_ppo.ppo.samples.on_policy import sample_batch
 from jax_ppo.ppo.samples.source import SampledBatch, SampleSource
 from jax_ppo.ppo.step_parts import StepObserver, StepParts
@@ -222,10 +222,8 @@ def _as_batch(
 
 def _mean_extra(draws: list[RuleRewards]) -> dict[str, float]:
     """Return the means over the draws of the rules' figures; each draw counts once."""
-    values: dict[str, list[float]] = {}
-    for draw in draws:
-        for name, value in draw.extra.items():
-            known = values.setdefault(name, [])
-            if not np.isnan(value):
-                known.append(value)
-    return {name: float(np.mean(values[name] or [np.nan])) for name in sorted(values)}
+    names = sorted(set().union(*(draw.extra for draw in draws)))
+    return {
+        name: mean_of_known(np.array([draw.extra.get(name, np.nan) for draw in draws]))
+        for name in names
+    }

@@ -172,8 +172,7 @@ def test_a_resumed_run_says_if_it_skips_unfinished_responses(n, changed, told):
         del meta["config"]["rollout"]["stop"]  # as if the option had come after the checkpoint
         checkpoints = types.SimpleNamespace(
             saved_tree=lambda step, name: arrays if name == "pool" else None,
-            restore_item=lambda step, name, shapes: arrays,
-            restore=lambda step, abstract: types.SimpleNamespace(meta=meta),
+            restore=lambda step, _: types.SimpleNamespace(meta=meta, arrays={"pool": arrays}),
         )
         parts = make_parts(mesh, None, 2 * G, n, **changed)
         # A chat template may write another date.

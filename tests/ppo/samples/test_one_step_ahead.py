@@ -61,9 +61,10 @@ def test_a_resumed_run_takes_the_batch_sampled_ahead_if_its_prompts_are_the_next
         Prompts(*(x.repeat(N, 0) for x in (prompts.tokens, prompts.lengths))), T
     )
     saved = rollout_arrays(rollout)
+    restored = types.SimpleNamespace(arrays={ROLLOUT: jax.tree.map(jax.numpy.asarray, saved)})
     checkpoints = types.SimpleNamespace(
         saved_tree=lambda step, name: saved if name == ROLLOUT else None,
-        restore_item=lambda step, name, shapes: jax.tree.map(jax.numpy.asarray, saved),
+        restore=lambda step, abstract: restored,
     )
     config = tiny.config(**options | changed)
     batches = make_batches(config, first_token)
