@@ -40,6 +40,8 @@ ROPE_KINDS = {
     "longrope": ("short_factor", "long_factor"),
     "proportional": (),
 }
+# The rotary parameter for the length of pretraining, which three of these kinds have.
+ORIGINAL_LENGTH = "original_max_position_embeddings"
 # The parameter of routers that decides between experts, of which nothing is learned.
 CORRECTION_BIAS = "correction_bias"
 # Names of parameters that are float32 wherever others are rounded.

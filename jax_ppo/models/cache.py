@@ -27,7 +27,7 @@ from jax_ppo.kernels import vocabulary_chunks
 from jax_ppo.models.architecture import Architecture
 from jax_ppo.models.attention import MASKED_LOGIT, softmax_with_sinks
 from jax_ppo.models.attention_kernels import cudnn_products
-from jax_ppo.runtime.parallelism.split_attention import split_heads
+from jax_ppo.runtime.parallelism.split_attention import num_split_kv_heads, split_heads
 
 TRANSPOSED = ("cpu", "gpu")  # programs whose keys have the columns last
 MIN_READ_WIDTH = 128  # least number of columns that a CPU reads
@@ -74,14 +74,6 @@ def select_cache_program(
     return "cudnn"
 
 
-def empty_state(architecture: Architecture, rows: int, dtype: DTypeLike) -> RecurrentState:
-    """Return the state of a Gated DeltaNet or a short convolution before the first token."""
-    a = architecture
-    heads = (rows, a.delta_value_heads, a.delta_key_dim, a.delta_value_dim)
-    window = (rows, a.delta_window - 1, sum(a.delta_widths) or a.hidden_size)
-    return RecurrentState(jnp.zeros(heads, jnp.float32), jnp.zeros(window, dtype))
-
-
 def keep_states(
     cache: tuple[LayerCache, ...], before: tuple[LayerCache, ...], is_kept_b: Bool[Array, " b"]
 ) -> tuple[LayerCache, ...]:
@@ -98,11 +90,21 @@ def keep_states(
 
 
 def empty_cache(
-    program: str, rows: int, length: int, kv_heads: int, head_dim: int, dtype: DTypeLike
-) -> Columns:
-    """Return the columns of a layer, filled with zeros, `length` (S) of them."""
-    zeros = jnp.zeros((rows, length, kv_heads, head_dim), dtype)
-    return cache_layout(program, zeros, zeros)
+    architecture: Architecture, program: str, rows: int, length: int, dtype: DTypeLike
+) -> tuple[LayerCache, ...]:
+    """Return what layers remember before the first token: `length` (S) columns, or a state."""
+    a = architecture
+
+    def columns(kv_heads: int, head_dim: int) -> Columns:
+        zeros = jnp.zeros((rows, length, num_split_kv_heads(kv_heads), head_dim), dtype)
+        return cache_layout(program, zeros, zeros)
+
+    def state() -> RecurrentState:
+        heads = (rows, a.delta_value_heads, a.delta_key_dim, a.delta_value_dim)
+        window = (rows, a.delta_window - 1, sum(a.delta_widths) or a.hidden_size)
+        return RecurrentState(jnp.zeros(heads, jnp.float32), jnp.zeros(window, dtype))
+
+    return tuple(state() if heads is None else columns(*heads) for heads in a.cache_heads)
 
 
 def cache_layout(
@@ -139,9 +141,8 @@ def write_rows(
 
     if isinstance(layer, RecurrentState):
         return jax.tree.map(lambda x, new: x.at[rows_g].set(new, mode="drop"), layer, new_rows)
-    keys_axis, values_axis = column_axes(program)
-    keys = write(layer[0], new_rows[0], keys_axis)
-    return keys, write(layer[1], new_rows[1], values_axis)
+    keys, values = map(write, layer, new_rows, column_axes(program))
+    return keys, values
 
 
 def write_tokens(
@@ -159,10 +160,9 @@ def write_tokens(
         new = new.squeeze(axis).astype(cache.dtype)
         return cache.at[place].set(new, mode="promise_in_bounds")
 
-    new_keys, new_values = cache_layout(program, k_bx1xKxd, v_bx1xKxd)
-    keys_axis, values_axis = column_axes(program)
-    keys = write(layer[0], new_keys, keys_axis)
-    return keys, write(layer[1], new_values, values_axis)
+    new = cache_layout(program, k_bx1xKxd, v_bx1xKxd)
+    keys, values = map(write, layer, new, column_axes(program))
+    return keys, values
 
 
 def attend_to_cache(

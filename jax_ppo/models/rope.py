@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jax_ppo.models.architecture import Architecture
+from jax_ppo.models.architecture import ORIGINAL_LENGTH, Architecture
 
 # cos and sin of the rotated pairs of a head, each float32 [B, T, 1, pairs].
 Rotation = tuple[jax.Array, jax.Array]
@@ -43,7 +43,7 @@ def inverse_frequencies(
         inverse[int(scaling.get("partial_rotary_factor", 1.0) * dim // 2) :] = 0
         return (inverse / scaling.get("factor", 1.0)).astype(np.float32), 1.0
     if kind == "llama3":
-        return _llama3(inverse, scaling, architecture).astype(np.float32), 1.0
+        return _llama3(inverse, scaling).astype(np.float32), 1.0
     if kind == "yarn":
         return _yarn(inverse, scaling, architecture)
     return _longrope(inverse, scaling, architecture)
@@ -54,20 +54,15 @@ def max_sequence_length(architecture: Architecture) -> int:
     scaling = dict(architecture.rope_scaling)
     # Longer sequences would need the long factors, which change every cached key.
     if scaling["rope_type"] == "longrope":
-        return _original_length(scaling, architecture)
+        return scaling[ORIGINAL_LENGTH]
     return architecture.max_position_embeddings
 
 
-def _original_length(scaling: Scaling, architecture: Architecture) -> int:
-    # As transformers does if the field is missing.
-    return scaling.get("original_max_position_embeddings") or architecture.max_position_embeddings
-
-
-def _llama3(inverse: np.ndarray, scaling: Scaling, architecture: Architecture) -> np.ndarray:
+def _llama3(inverse: np.ndarray, scaling: Scaling) -> np.ndarray:
     """Stretch long waves by `factor`, keep short ones and blend those between (Llama 3.1)."""
     wavelength = 2 * math.pi / inverse
     # How often each wave turns over the original context decides how it is stretched.
-    rotations = _original_length(scaling, architecture) / wavelength
+    rotations = scaling[ORIGINAL_LENGTH] / wavelength
     low = scaling["low_freq_factor"]
     high = scaling["high_freq_factor"]
     blend = np.clip((rotations - low) / (high - low), 0, 1)
@@ -80,7 +75,7 @@ def _yarn(
     """Interpolate long waves, keep short ones, with a ramp between (YaRN, Peng et al. 2023)."""
     dim = architecture.rotary_dim
     factor = scaling["factor"]
-    original = _original_length(scaling, architecture)
+    original = scaling[ORIGINAL_LENGTH]
 
     def dimension(rotations: float) -> float:
         # Its wave rotates so often over the original length.
@@ -123,7 +118,7 @@ def _longrope(
     inverse: np.ndarray, scaling: Scaling, architecture: Architecture
 ) -> tuple[np.ndarray, float]:
     """Apply the factors for sequences within the original length (LongRoPE, Ding et al. 2024)."""
-    original = _original_length(scaling, architecture)
+    original = scaling[ORIGINAL_LENGTH]
     factor = scaling.get("factor") or architecture.max_position_embeddings / original
     # A value in config.json wins over the formula of the paper.
     attention_factor = scaling.get("attention_factor")
@@ -151,7 +146,7 @@ def rotation_tables(
     inverse, factor = inverse_frequencies(architecture, local)
     factors = np.full((length + 1, 1), factor)
     if queries:
-        original = _original_length(dict(architecture.rope_scaling), architecture)
+        original = dict(architecture.rope_scaling)[ORIGINAL_LENGTH]
         growth = np.log1p(np.arange(length + 1) // original)[:, None]
         factors *= 1 + architecture.query_growth * growth
     # In float32, as transformers computes the angles.

@@ -11,15 +11,15 @@ responses continue (`continuation.py`) the prompt includes the tokens that were 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jax_ppo.models.cache import empty_cache, empty_state, write_rows
+from jax_ppo.models.cache import empty_cache, write_rows
 from jax_ppo.models.transformer import Transformer
-from jax_ppo.runtime.parallelism.split_attention import num_split_kv_heads
 from jax_ppo.sampler import text_search
 from jax_ppo.sampler.engine import SamplingOptions
 from jax_ppo.sampler.routing import RoutingRecord, empty_record, record_entries
@@ -158,21 +158,7 @@ def initial_state(job: DecodeJob) -> DecodeState:
     # Where responses continue, the prompts have columns for all tokens but the last.
     columns = P + (T if job.limit is None else 1)
 
-    def cache(rows: int, columns: int) -> Cache:
-        return tuple(
-            empty_state(architecture, rows, job.model.dtype)
-            if heads is None
-            else empty_cache(
-                job.model.decoding,
-                rows,
-                columns,
-                num_split_kv_heads(heads[0]),
-                heads[1],
-                job.model.dtype,
-            )
-            for heads in architecture.cache_heads
-        )
-
+    cache = functools.partial(empty_cache, architecture, job.model.decoding, dtype=job.model.dtype)
     routing = None
     if job.options.returns_routed_experts:
         routing = empty_record(

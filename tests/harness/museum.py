@@ -343,7 +343,7 @@ EXHIBITS = [
         source="mlxcel#1355, felafax#59: rope_scaling was parsed and not used",
         test=f"{TEST_ROPE}::test_frequencies_and_logits_are_those_of_transformers[llama3]",
         where="inverse_frequencies",
-        old="_llama3(inverse, scaling, architecture)",
+        old="_llama3(inverse, scaling)",
         new="inverse",
     ),
     Exhibit(
@@ -418,7 +418,7 @@ EXHIBITS = [
         "::test_it_draws_the_tokens_of_the_built_in_engine[plain]",
         where="_in_order",
         old="(layer,)",
-        new="(last - layer,)",
+        new="(row.layers - 1 - layer,)",
     ),
     Exhibit(
         name="the_exports_vocabulary_is_padded",

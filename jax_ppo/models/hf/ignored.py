@@ -13,17 +13,10 @@ from jax_ppo.models.hf.names import tensor_table
 
 OUTPUT_EMBEDDINGS = ("lm_head.weight", "embed_out.weight")
 SCORE_WEIGHTS = ("score.weight", "classifier.weight")  # score heads of a decoder and of an encoder
-SCORE_BIASES = ("score.bias", "classifier.bias")
-ROTARY_FREQUENCIES = "rotary_emb.inv_freq"
-# Ends of the names of attention masks that old versions of transformers stored.
-CAUSAL_MASKS = (".attn.bias", ".attention.bias")
-MASKED_LOGITS = (".attn.masked_bias", ".attention.masked_bias")
 # Layers that predict later tokens: beginnings of their names (Qwen3.5), and the end of a name that
 # they alone have, numbered after the others (DeepSeek-V3).
 MULTI_TOKEN_HEADS = "mtp."
 MULTI_TOKEN_LAYER = ".eh_proj.weight"
-# Any logit below it has a weight of 0 after the softmax. They stored -1e4, later -1e9.
-LARGEST_MASKED_LOGIT = -9e3
 
 
 def is_ignorable(
@@ -38,21 +31,23 @@ def is_ignorable(
     """
     if isinstance(architecture, DebertaArchitecture):
         return name in UNUSED_TENSORS
-    if name.endswith(ROTARY_FREQUENCIES):
+    if name.endswith("rotary_emb.inv_freq"):
         return _has_computed_frequencies(checkpoint, name, architecture)
-    if name.endswith(CAUSAL_MASKS):
+    # Old versions of transformers stored attention masks and the logit of what is masked.
+    if name.endswith((".attn.bias", ".attention.bias")):
         # [..., queries, keys]: each token sees itself and those before it.
         mask = checkpoint.read(name) != 0
         return mask.ndim >= 2 and bool(np.all(mask == np.tri(*mask.shape[-2:], dtype=np.bool_)))
-    if name.endswith(MASKED_LOGITS):
-        return bool(np.all(checkpoint.read(name) < LARGEST_MASKED_LOGIT))
+    if name.endswith((".attn.masked_bias", ".attention.masked_bias")):
+        # It was -1e4, later -1e9: any logit below -9e3 has a weight of 0 after the softmax.
+        return bool(np.all(checkpoint.read(name) < -9e3))
     if name in OUTPUT_EMBEDDINGS:
         if head not in ("lm", "both"):
             return True
         # `read_architecture` unties a model whose output embedding differs.
         embedding = tensor_table(architecture, head)["embed", "embedding"].name
         return architecture.tied and checkpoint.are_equal(name, embedding)
-    if name in SCORE_BIASES:
+    if name in ("score.bias", "classifier.bias"):
         return head != "reward" or not np.any(checkpoint.read(name))
     if match := re.search(r"layers\.(\d+)\.self_attn\.(k_proj|v_proj|k_norm)\.", name):
         # It would compute keys or values that an earlier layer shares.

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from jax_ppo.errors import shorten
-from jax_ppo.models.architecture import ROPE_KINDS, Architecture
+from jax_ppo.models.architecture import ORIGINAL_LENGTH, ROPE_KINDS, Architecture
 from jax_ppo.models.hf.family import Family
 from jax_ppo.models.hf.fields import Config, ConfigReader
 
@@ -12,7 +12,6 @@ FULL = "full_attention"
 LOCAL = "sliding_attention"
 # Kinds of rotary embeddings that depend on the sequence length of pretraining.
 ROPE_KINDS_WITH_LENGTH = ("yarn", "llama3", "longrope")
-ORIGINAL_LENGTH = "original_max_position_embeddings"
 # Optional numbers of each kind, besides the required ones of `ROPE_KINDS`.
 OPTIONAL_NUMBERS: dict[str, tuple[str, ...]] = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),

@@ -36,15 +36,8 @@ EXPORT_DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 class MergedKernel:
     """A kernel and its adapters, which take the place of one array in an export."""
 
-    kernel: jax.Array  # [L, in, out]
-    lora_a: jax.Array  # [L, in, r]
-    lora_b: jax.Array  # [L, r, out]
+    arrays: tuple[jax.Array, ...]  # kernel [L, in, out], lora_a [L, in, r], lora_b [L, r, out]
     scale: float
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape of the kernel."""
-        return self.kernel.shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +60,8 @@ def merge_adapters(
     flat = tensors.flatten_like(adapters, rows, "`adapters`")
     merged: dict[tensors.Path, Any] = traverse_util.flatten_dict(params)
     for path in {path[:-1] for path in rows}:
-        kernel, parts = merged[*path, "kernel"], (flat[*path, "lora_a"], flat[*path, "lora_b"])
-        merged[*path, "kernel"] = MergedKernel(kernel, *parts, lora.scale)
+        arrays = (merged[*path, "kernel"], flat[*path, "lora_a"], flat[*path, "lora_b"])
+        merged[*path, "kernel"] = MergedKernel(arrays, lora.scale)
     return traverse_util.unflatten_dict(merged)
 
 
@@ -169,33 +162,24 @@ def _split_into_shards(
     return shards
 
 
-def _in_order(rows: TensorTable) -> Iterator[ExportedTensor]:
-    """Yield the tensors layer by layer, as checkpoints are usually split."""
-    # Several paths share a name, in the same layers, where a checkpoint stores them as one tensor.
-    outside: dict[Any, list[tensors.Path]] = {}
-    stacked: dict[Any, list[tensors.Path]] = {}
+def _in_order(rows: TensorTable) -> list[ExportedTensor]:
+    """Return the tensors layer by layer, as checkpoints are usually split."""
+    found: dict[str, tuple[int, ExportedTensor]] = {}
     for path, row in rows.items():
-        paths_by_name = outside if row.layers is None else stacked
-        paths_by_name.setdefault((row.name, row.layer_numbers), []).append(path)
-    for (name, _), paths in outside.items():
-        yield ExportedTensor(name, paths)
-    last = max(max(row.layer_numbers, default=(row.layers or 0) - 1) for row in rows.values())
-    for number in range(last + 1):
-        for paths in stacked.values():
-            row = rows[paths[0]]
-            layer = number
-            if row.layer_numbers:
-                if number not in row.layer_numbers:
-                    continue
-                layer = row.layer_numbers.index(number)
+        for layer in range(row.layers or 1):
+            number, index = -1, tuple[int, ...]()
+            if row.layers is not None:
+                number, index = (row.layer_numbers or range(row.layers))[layer], (layer,)
             for expert, name in enumerate(row.layer_names(layer)):
-                index = (layer,) if row.experts is None else (layer, expert)
-                yield ExportedTensor(name, paths, index)
+                part = index if row.experts is None else (*index, expert)
+                _, tensor = found.setdefault(name, (number, ExportedTensor(name, [], part)))
+                tensor.paths.append(path)  # a checkpoint may store several as one tensor
+    return [tensor for _, tensor in sorted(found.values(), key=lambda entry: entry[0])]
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "scale"))
 def _select(
-    arrays: tuple[jax.Array, ...], index: tuple[int, ...], dtype: str, scale: float = 0.0
+    arrays: tuple[jax.Array, ...], index: tuple[int, ...], dtype: str, scale: float
 ) -> jax.Array:
     """Return the part of a layer or of its expert, of a kernel and its adapters; () selects all."""
     for i in index:
@@ -210,14 +194,11 @@ def _select(
 
 def _gather(array: jax.Array | MergedKernel, tensor: ExportedTensor, dtype: str) -> jax.Array:
     """Return a parameter's part in a tensor on devices of this process: a collective operation."""
-    if isinstance(array, MergedKernel):
-        parts = (array.kernel, array.lora_a, array.lora_b)
-        one_layer = _select(parts, tensor.index, dtype=dtype, scale=array.scale)
-    else:
-        one_layer = _select((array,), tensor.index, dtype=dtype)
+    merged = array if isinstance(array, MergedKernel) else MergedKernel((array,), 0.0)
+    one_layer = _select(merged.arrays, tensor.index, dtype=dtype, scale=merged.scale)
     if one_layer.is_fully_addressable:
         return one_layer
-    layout = (array.kernel if isinstance(array, MergedKernel) else array).sharding
+    layout = merged.arrays[0].sharding
     assert isinstance(layout, NamedSharding)  # as all arrays of a run
     # Not in one program with the selection: the compiler might gather all layers.
     copies = _copy_to_all_devices(one_layer, layout=sharding.replicated(layout.mesh))
