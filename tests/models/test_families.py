@@ -131,6 +131,8 @@ def test_what_a_configuration_leaves_out_is_what_transformers_takes(family):
         few["num_experts_per_tok"] = 6  # transformers' default is null, and fails
     if family == "gemma4_text":
         few["vocab_size_per_layer_input"] = few["vocab_size"]  # one number for both is required
+    if FAMILIES[family].sliding_windows in ("last", "switched"):
+        few["use_sliding_window"] = True  # without this, transformers forgets the window
     few = reference.fields(family, few)
     full = transformers.CONFIG_MAPPING[family](**few).to_dict()
     # Those belong to the tokenizer and must not be guessed.

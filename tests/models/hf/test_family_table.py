@@ -21,8 +21,6 @@ from jax_ppo.models.transformer import Transformer
 
 PACKAGE = pathlib.Path(__file__).parents[3] / "jax_ppo"
 TABLE = PACKAGE / "models/hf/families.py"
-# A window counts only if `use_sliding_window` is set.
-SWITCHED = ("last", "switched")
 NAMES = {*FAMILIES, DEBERTA, *(family.class_prefix for family in FAMILIES.values())}
 
 
@@ -161,18 +159,3 @@ def test_a_new_familys_own_words_are_read(monkeypatch):
     assert from_hf_config(without).activation == "gelu_pytorch_tanh"
     with pytest.raises(UserError, match="gate_function must be a string; it is None"):
         from_hf_config(CONFIG | {"gate_function": None})
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_what_a_configuration_leaves_out_is_what_transformers_takes(name):
-    from transformers import CONFIG_MAPPING
-
-    # Without this, transformers forgets the window.
-    windows = {"use_sliding_window": True} if FAMILIES[name].sliding_windows in SWITCHED else {}
-    theirs = CONFIG_MAPPING[name](**windows)
-    theirs.allow_global_per_layer_attribute_access = True  # where layers differ
-    for field, value in FAMILIES[name].defaults.items():
-        if field == "global_head_dim":
-            assert theirs.per_layer_config["full_attention"].head_dim == value
-        else:
-            assert getattr(theirs, field) == value, field
