@@ -97,12 +97,12 @@ def text_config(config: Config) -> Config:
         text = {name: value for name, value in config.items() if name != "text_config"}
     text = {name: value for name, value in text.items() if not name.startswith(MEDIA_FIELDS)}
     text_kind = str(text.get("model_type", ""))
-    # In some files only the whole model has them.
-    outer = {name: config[name] for name in SPECIAL_TOKENS if name in config}
+    # As in transformers, those of the whole model come first.
+    outer = {name: config[name] for name in SPECIAL_TOKENS if config.get(name) is not None}
     defaults = dict(family.defaults.get(text_kind, {}))
     if text.get("rope_parameters"):
         defaults.pop("rope_theta", None)
-    fields = defaults | outer | text
+    fields = defaults | text | outer
     fields["model_type"] = family.text_families.get(text_kind, text_kind)
     # transformers asks the whole model first.
     if tied := config.get("tie_word_embeddings", family.tied):

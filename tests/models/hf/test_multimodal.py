@@ -223,7 +223,7 @@ def test_old_files_describe_the_decoder_next_to_the_rest(tmp_path):
 
 
 def test_what_the_text_config_leaves_out_has_its_default(model, tmp_path):
-    """The files of the hub leave out sizes, and have the end of a turn outside."""
+    """The files of the hub leave out sizes, and the end of a turn is outside alone."""
     few = {
         "model_type": "gemma3_text",
         "hidden_size": 2560,
@@ -231,6 +231,7 @@ def test_what_the_text_config_leaves_out_has_its_default(model, tmp_path):
         "num_hidden_layers": 34,
         "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
         "sliding_window": 1024,
+        "eos_token_id": 1,
     }
     change_config(tmp_path / "in", text_config=few, eos_token_id=[1, 106])
     (tmp_path / "in/generation_config.json").unlink()
