@@ -66,14 +66,14 @@ def _export_role(
         console.print_on_main(f"the {role.title}'s adapters are not written: {obstacle}")
         return
     # PEFT finds the base by this name; a hub name works on other machines, too.
-    base_model, revision = shareable_model_name(run.config.model.path, run.folders.actor)
+    base = shareable_model_name(run.config.model.path, run.folders.actor)
     adapter_folder = folder / export.adapter_folder
     save_adapters(
-        trained, architecture, net.lora, adapter_folder, base_model, revision, critic_unit
+        trained, architecture, net.lora, adapter_folder, base, run.folders.actor, critic_unit
     )
     if not export.merges_adapters:
         option = f"{role.path_option} with the same config.model.path and lora.rank"
-        journal.report_model(adapter_folder, option, f"PEFT on {base_model}")
+        journal.report_model(adapter_folder, option, f"PEFT on {base[0]}")
 
 
 def _exported_roles(roles: Sequence[RunRole]) -> Iterator[tuple[ModelRole, Export]]:

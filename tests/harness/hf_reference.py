@@ -213,7 +213,7 @@ def assert_adapters_are_pefts(folder, model, architecture, params, lora):
     adapters = jax.tree.map(
         lambda x: (rng.random(x.shape, np.float32) - np.float32(0.5)) * np.float32(0.35), shapes
     )
-    save_adapters(adapters, architecture, lora, folder, "some/base")
+    save_adapters(adapters, architecture, lora, folder, ("some/base", None), model.folder)
     ids = tokens()
     positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
     apply = jax.jit(Transformer(architecture, lora=lora).apply)

@@ -167,7 +167,7 @@ def test_merged_and_in_pefts_format_it_is_the_same_model(checkpoint, shape, tmp_
     again, loaded = reference.load(tmp_path / "merged")
     np.testing.assert_allclose(logits(again, loaded, ids), ours, rtol=1e-5, atol=1e-5)
 
-    save_adapters(adapters, architecture, shape, tmp_path / "adapter", "some/base")
+    save_adapters(adapters, architecture, shape, tmp_path / "adapter", ("some/base", None))
     config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     tensors = load_file(tmp_path / "adapter/adapter_model.safetensors")
     weights, sums = (load_file(x / "model.safetensors") for x in (folder, tmp_path / "merged"))
@@ -197,7 +197,7 @@ def test_there_and_back(head, tmp_path):
     adapters = random_adapters(architecture, shape, head)
     mesh = tiny.make_mesh(8, data=2, fsdp=2, model=2)
     split = jax.jit(lambda tree: tree, out_shardings=shardings(adapters, mesh))(adapters)
-    save_adapters(split, architecture, shape, tmp_path / "out", "some/model")
+    save_adapters(split, architecture, shape, tmp_path / "out", ("some/model", None))
     assert read_adapter_config(tmp_path / "out", architecture) == (shape, "some/model")
     validate_adapters(tmp_path / "out", architecture, shape, "reward" if head == "scalar" else "lm")
     reported = []
@@ -226,10 +226,9 @@ def test_there_and_back(head, tmp_path):
 def test_what_peft_saves_of_our_reward_model_or_critic_is_read(checkpoint, unit, tmp_path):
     _, folder, architecture, _ = checkpoint
     adapters = random_adapters(architecture, TWO, "scalar")
+    source, base = (adapters, architecture, TWO), ("some/base", None)
     unit_of_critic = {} if unit == "Token" else None
-    save_adapters(
-        adapters, architecture, TWO, tmp_path / "ours", "some/base", critic_unit=unit_of_critic
-    )
+    save_adapters(*source, tmp_path / "ours", base, critic_unit=unit_of_critic)
 
     def theirs():
         import peft
@@ -270,7 +269,7 @@ def test_where_decoding_has_them():
 @pytest.fixture
 def saved(tmp_path):
     adapters = random_adapters(ARCHITECTURE, ONE)
-    save_adapters(adapters, ARCHITECTURE, ONE, tmp_path / "adapter", "some/model")
+    save_adapters(adapters, ARCHITECTURE, ONE, tmp_path / "adapter", ("some/model", None))
     return tmp_path / "adapter"
 
 
@@ -355,7 +354,7 @@ def test_pickles_and_other_folders_are_refused(saved, tmp_path):
     (tmp_path / "mine/notes.txt").touch()
     adapters = random_adapters(ARCHITECTURE, ONE)
     with pytest.raises(UserError, match="mine exists and holds something other than an export"):
-        save_adapters(adapters, ARCHITECTURE, ONE, tmp_path / "mine", "some/model")
+        save_adapters(adapters, ARCHITECTURE, ONE, tmp_path / "mine", ("some/model", None))
 
 
 def test_rank_stabilised_adapters_count_by_the_root_of_the_rank(saved):

@@ -266,7 +266,7 @@ def test_peft_reads_adapters_on_the_other_projections(family, tmp_path):
     tree = jax.eval_shape(lambda: init_adapters(architecture, lora, jax.random.key(0), "lm"))
     rng = np.random.default_rng(1)
     adapters = jax.tree.map(lambda x: rng.random(x.shape, np.float32) - np.float32(0.5), tree)
-    save_adapters(adapters, architecture, lora, tmp_path / "adapter", "some/base")
+    save_adapters(adapters, architecture, lora, tmp_path / "adapter", ("some/base", None))
     assert read_adapter_config(tmp_path / "adapter", architecture) == (lora, "some/base")
     ours, ids = adapted_logits(base.folder, adapters, lora)
     theirs = reference.peft_logits(base, tmp_path / "adapter", ids)

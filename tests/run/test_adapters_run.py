@@ -52,7 +52,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
         lambda x: 0.3 * jax.random.normal(jax.random.key(x.size), x.shape, jnp.float32),
         init_adapters(architecture, shape, jax.random.key(1), "scalar"),
     )
-    save_adapters(adapters, architecture, shape, folder / "reward", f"{folder}/llama")
+    save_adapters(adapters, architecture, shape, folder / "reward", (f"{folder}/llama", None))
     (folder / "config.py").write_text(CONFIG.format(folder=folder))
     return folder
 

@@ -111,11 +111,11 @@ class Family:
 
     def tensor_name(self, name: str) -> str:
         """Return the usual name of a tensor."""
-        return _replace_prefix(name, self.older_prefixes)
+        return replace_prefix(name, self.older_prefixes)
 
 
 # The decoder's tensors in files of transformers and on the hub, and those that are left out.
-_TEXT_PREFIXES = {
+TEXT_PREFIXES = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -136,15 +136,18 @@ class Multimodal:
     defaults: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     tied: bool = False  # the output embedding is the input's unless config.json says so
     is_text: bool = False  # there is nothing but the decoder, under another `model_type`
+    # The decoder in what transformers' AutoModelForCausalLM, or ...ForImageTextToText, loads.
+    decoder_module: str = "model.language_model"
 
     def tensor_name(self, name: str) -> str:
         """Return a tensor's name in the decoder's family; "" if it is left out."""
         if name.removeprefix("model.").startswith(_OTHER_PREFIXES):
             return ""
-        return _replace_prefix(name, _TEXT_PREFIXES)
+        return replace_prefix(name, TEXT_PREFIXES)
 
 
-def _replace_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+def replace_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+    """Return a name with what replaces the first of the prefixes that it has."""
     for prefix, other in prefixes.items():
         if name.startswith(prefix):
             return other + name.removeprefix(prefix)

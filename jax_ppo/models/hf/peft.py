@@ -1,6 +1,8 @@
 """Import and export of adapters in PEFT's format, as `PeftModel.from_pretrained` loads them."""
 
+import dataclasses
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ from jax.typing import DTypeLike
 from jax_ppo.config.parsing import LORA_TARGETS
 from jax_ppo.errors import UserError, shorten
 from jax_ppo.models.architecture import Architecture
-from jax_ppo.models.hf.families import FAMILIES
+from jax_ppo.models.hf.families import FAMILIES, MULTIMODAL
+from jax_ppo.models.hf.family import TEXT_PREFIXES, replace_prefix
 from jax_ppo.models.hf.fields import ConfigReader, read_json_object, write_json
 from jax_ppo.models.hf.files import SafetensorsCheckpoint
 from jax_ppo.models.hf.load import read_parameters, tensors_to_read, validate_tensors
@@ -26,6 +29,7 @@ from jax_ppo.runtime import distributed
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_PICKLE = "adapter_model.bin"
+DECODER = "model"  # the module of a language model that has the layers
 # Fields of adapter_config.json that would change the numbers, and the values that do not.
 _NEUTRAL_VALUES: dict[str, tuple] = {
     "peft_type": ("LORA",),
@@ -175,7 +179,10 @@ def _open_adapters(folder: Path) -> SafetensorsCheckpoint:
             "you trust it, convert it: "
             f'peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained("new")'
         )
-    return SafetensorsCheckpoint(folder, [folder / ADAPTER_WEIGHTS])
+    usual = {PEFT_PREFIX + name: PEFT_PREFIX + other for name, other in TEXT_PREFIXES.items()}
+    return SafetensorsCheckpoint(
+        folder, [folder / ADAPTER_WEIGHTS], rename=lambda name: replace_prefix(name, usual)
+    )
 
 
 def save_adapters(
@@ -183,36 +190,49 @@ def save_adapters(
     architecture: Architecture,
     lora: Lora,
     folder: str | Path,
-    base_model: str,
-    revision: str | None = None,
+    base: tuple[str, str | None],
+    base_folder: str | Path | None = None,
     critic_unit: dict[str, float] | None = None,
 ) -> None:
     """Write a folder that PEFT loads; it appears complete or not at all.
 
     In a run of several processes, all of them must call this; process 0 writes. Adapters with a
-    scalar head belong to a sequence classifier. `base_model` is a hub name, with its `revision`, or
-    a path; `critic_unit` is as for `export_checkpoint`.
+    scalar head belong to a sequence classifier. `base` is what `shareable_model_name` returns of
+    the base model in `base_folder`, in which PEFT must find the decoder (`None`: it is nothing but
+    a decoder); `critic_unit` is as for `export_checkpoint`.
 
     Raises:
       ValueError: `adapters` does not have this shape.
       UserError: `folder` holds something other than adapters.
     """
     adapters, head = exported_head(adapters, architecture, critic_unit)
-    rows = adapter_tensor_table(architecture, lora.rank, lora.targets, head)
+    decoder = _decoder_module(base_folder)
+    usual, prefix = f"{PEFT_PREFIX}{DECODER}.", f"{PEFT_PREFIX}{decoder}."
+    rows = {
+        path: dataclasses.replace(row, name=row.name.replace(usual, prefix))
+        for path, row in adapter_tensor_table(architecture, lora.rank, lora.targets, head).items()
+    }
     arrays = flatten_like(adapters, rows, "`adapters`")
     with atomic_folder(Path(folder), ADAPTER_CONFIG, ADAPTER_WEIGHTS) as temporary:
         if distributed.is_main():
-            config = to_adapter_config(architecture, lora, head, base_model, revision)
+            config = _adapter_config(architecture, lora, head, base, decoder)
             write_json(temporary / ADAPTER_CONFIG, config)
         write_value_unit(temporary, critic_unit)
         write_weights(Path(folder), rows, arrays, "float32", only_file=ADAPTER_WEIGHTS)
 
 
-def to_adapter_config(
-    architecture: Architecture, lora: Lora, head: str, base_model: str, revision: str | None = None
+def _decoder_module(folder: str | Path | None) -> str:
+    kind = read_json_object(Path(folder) / "config.json").get("model_type") if folder else None
+    return MULTIMODAL[kind].decoder_module if kind in MULTIMODAL else DECODER
+
+
+def _adapter_config(
+    architecture: Architecture, lora: Lora, head: str, base: tuple[str, str | None], decoder: str
 ) -> dict[str, Any]:
-    """Return the contents of adapter_config.json; `revision` is that of the base on the hub."""
-    alpha = lora.alpha
+    alpha, (base_model, revision) = lora.alpha, base
+    targets: Any = module_names(architecture, lora.targets)
+    if decoder != DECODER:  # a list of names would match the modules of images, too
+        targets = rf"{re.escape(decoder)}\..*\.({'|'.join(map(re.escape, targets))})"
     return {
         "peft_type": "LORA",
         "task_type": {"lm": "CAUSAL_LM", "scalar": "SEQ_CLS", "token": "TOKEN_CLS"}[head],
@@ -222,7 +242,7 @@ def to_adapter_config(
         "r": lora.rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": 0.0,
-        "target_modules": module_names(architecture, lora.targets),
+        "target_modules": targets,
         "modules_to_save": None if head == "lm" else ["score"],
         "bias": "none",
         "fan_in_fan_out": FAMILIES[architecture.family].input_first,

@@ -138,7 +138,7 @@ class ExternalEngine(RolloutEngine):
         assert lora is not None
 
         def load(adapters: Params) -> None:
-            save_adapters(adapters, architecture, lora, self.adapters, base_model=str(weights))
+            save_adapters(adapters, architecture, lora, self.adapters, (str(weights), None))
             self.load_weights()
 
         try:

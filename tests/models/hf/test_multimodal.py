@@ -18,6 +18,7 @@ from jax_ppo.models.hf.load import (
     read_reward_architecture,
 )
 from jax_ppo.models.hf.save import export_checkpoint
+from jax_ppo.models.lora import Lora
 
 TEXT = reference.SIZES | {
     "head_dim": 16,
@@ -79,6 +80,16 @@ def test_the_text_part_computes_the_logits_of_the_whole(model, tmp_path, prefix)
     assert written["architectures"] == ["Gemma3ForCausalLM"]
     exported = recorded.Checkpoint(tmp_path / "out", "Gemma3ForCausalLM")
     reference.assert_same_logits(exported, model, ids, atol=1e-5)
+
+
+def test_peft_finds_adapters_on_the_text_part_and_nowhere_else(model, tmp_path):
+    folder, lora = tmp_path / "adapter", Lora(2, 4.0, ("q_proj", "down_proj"))
+    source = reference.load(tmp_path / "in")
+    reference.assert_adapters_are_pefts(folder, model, *source, lora)
+    pattern = json.loads((folder / "adapter_config.json").read_text())["target_modules"]
+    for module in ("language_model.layers.1.self_attn", "vision_tower.encoder.layers.0.self_attn"):
+        is_text = module.startswith("language_model")
+        assert bool(re.fullmatch(pattern, f"model.{module}.q_proj")) == is_text
 
 
 QWEN_VISION = VISION | {"num_heads": 2, "depth": 1, "out_hidden_size": 32, "hidden_act": "silu"}
@@ -245,12 +256,9 @@ def test_what_the_text_config_leaves_out_has_its_default(model, tmp_path):
     assert architecture.layers_are_local.count(False) == 5
 
 
-def test_a_reward_model_needs_a_score(model, tmp_path):
+def test_a_model_without_a_score_or_a_known_text_part_is_refused(model, tmp_path):
     with pytest.raises(UserError, match=r"there is no score.weight in it"):
         read_reward_architecture(tmp_path / "in")
-
-
-def test_a_multimodal_model_without_a_known_text_part_is_refused(model, tmp_path):
     change_config(tmp_path / "in", text_config={"model_type": "gemma3n_text"})
     with pytest.raises(UserError, match=r"model_type 'gemma3n_text' is not supported"):
         read_architecture(tmp_path / "in")
