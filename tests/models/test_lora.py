@@ -294,6 +294,7 @@ def read_all(folder):
         ({"peft_type": "IA3"}, "peft_type='IA3' is not supported, only 'LORA' is"),
         ({"use_dora": True}, "use_dora=True is not supported"),
         ({"bias": "all"}, "bias='all' is not supported"),
+        ({"use_a_later_kind": {"blocks": 1}}, "use_a_later_kind=.* is not supported, only None is"),
         ({"rank_pattern": {"q_proj": 4}}, "rank_pattern="),
         ({"modules_to_save": ["embed_tokens"]}, "modules_to_save="),
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),

@@ -30,22 +30,22 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_PICKLE = "adapter_model.bin"
 DECODER = "model"  # the module of a language model that has the layers
-# Fields of adapter_config.json that would change the numbers, and the values that do not.
-_NEUTRAL_VALUES: dict[str, tuple] = {
+# Fields of adapter_config.json that are read, or do not change the numbers. Any other field, which
+# might, must have one of these values: by name, or as if it were not there.
+_HARMLESS_FIELDS = frozenset(
+    """
+    auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config exclude_modules
+    inference_mode layers_pattern loftq_config lora_alpha lora_dropout lora_ga_config
+    megatron_config megatron_core merge_weights modules_to_save monteclora_config peft_version
+    qalora_group_size r revision runtime_config target_modules task_type use_rslora velora_config
+    """.split()
+)
+_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
-    "fan_in_fan_out": (False, None),
-    "use_dora": (False, None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "layer_replication": (None, []),
-    "lora_bias": (False, None),
     "init_lora_weights": (True, False, "gaussian", None),  # other values change the base model
-    "trainable_token_indices": (None, [], {}),
-    "target_parameters": (None, []),
-    "alora_invocation_tokens": (None, []),
-    "layers_to_transform": (None, []),
 }
+_ABSENT: tuple[Any, ...] = (None, False, [], {})
 
 
 def holds_adapters(folder: str | Path) -> bool:
@@ -102,10 +102,11 @@ def read_adapter_config(folder: str | Path, architecture: Architecture) -> tuple
 def _refuse_unsupported(
     reader: ConfigReader, config: dict[str, Any], architecture: Architecture
 ) -> None:
-    for name, neutral in _NEUTRAL_VALUES.items():
+    for name in sorted(config.keys() - _HARMLESS_FIELDS):
+        neutral = _NEUTRAL_VALUES.get(name, _ABSENT)
         if name == "fan_in_fan_out" and FAMILIES[architecture.family].input_first:
             neutral = (True, *neutral)  # it describes the base's kernels
-        if name in config and config[name] not in neutral:
+        if config[name] not in neutral:
             raise reader.error(f"{name}={config[name]!r} is not supported, only {neutral[0]!r} is")
     modules = reader.strings("modules_to_save") or ()
     # PEFT itself adds both names for a sequence classifier.
