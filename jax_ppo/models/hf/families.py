@@ -307,7 +307,7 @@ _QWEN_2_VL = Multimodal(
 MULTIMODAL = {
     "gemma3": Multimodal(tied=True),
     "gemma4": Multimodal(tied=True),
-    "internvl": _LLAVA,
+    "internvl": dataclasses.replace(_LLAVA, tied=True),
     "kimi_k2": Multimodal({"kimi_k2": "deepseek_v3"}, is_text=True, decoder_module="model"),
     "llava": _LLAVA,
     "llava_next": _LLAVA,

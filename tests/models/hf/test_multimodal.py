@@ -6,12 +6,15 @@ import re
 import jax
 import numpy as np
 import pytest
+import transformers
 from safetensors.numpy import load_file, save_file
 
 import hf_reference as reference
 import recorded
 from family_variants import GEMMA_4, QWEN_3_5, SHARED_EXPERT
 from jax_ppo.errors import UserError
+from jax_ppo.models.hf.config import from_hf_config, text_config
+from jax_ppo.models.hf.families import MULTIMODAL
 from jax_ppo.models.hf.load import (
     describe_unread_parts,
     read_architecture,
@@ -233,27 +236,21 @@ def test_old_files_describe_the_decoder_next_to_the_rest(tmp_path):
     assert architecture.norm_epsilon == 1e-5 and not any(architecture.layers_are_local)
 
 
-def test_what_the_text_config_leaves_out_has_its_default(model, tmp_path):
-    """The files of the hub leave out sizes, and the end of a turn is outside alone."""
-    few = {
-        "model_type": "gemma3_text",
-        "hidden_size": 2560,
-        "intermediate_size": 10_240,
-        "num_hidden_layers": 34,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-        "sliding_window": 1024,
-        "eos_token_id": 1,
-    }
-    change_config(tmp_path / "in", text_config=few, eos_token_id=[1, 106])
-    (tmp_path / "in/generation_config.json").unlink()
-    architecture = read_architecture(tmp_path / "in", needs_weights=False)
-    assert (architecture.vocab_size, architecture.num_heads, architecture.num_kv_heads) == (
-        262_208,
-        8,
-        4,
+@pytest.mark.parametrize("kind", [kind for kind in MULTIMODAL if not MULTIMODAL[kind].is_text])
+def test_what_a_file_leaves_out_is_what_transformers_takes(kind):
+    """The ends of the whole model come before those of its text part, whose null is no end."""
+    whole = transformers.CONFIG_MAPPING[kind]
+    few = {name: reference.SIZES[name] for name in ("vocab_size", "intermediate_size")}
+    few |= {"num_attention_heads": 128, "hidden_size": 1024, "num_hidden_layers": 30}
+    few |= {"model_type": whole().text_config.model_type, "eos_token_id": None}
+    if kind == "gemma4":
+        few["vocab_size_per_layer_input"] = few["vocab_size"]  # one number for both is required
+    full = whole(text_config=few, eos_token_id=[1, 106]).to_dict()
+    full["text_config"] |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": None}
+    read = from_hf_config(
+        text_config({"model_type": kind, "text_config": few, "eos_token_id": [1, 106]})
     )
-    assert architecture.eos_ids == (1, 106)
-    assert architecture.layers_are_local.count(False) == 5
+    assert read == from_hf_config(text_config(full)) and read.eos_ids == (1, 106)
 
 
 def test_a_model_without_a_score_or_a_known_text_part_is_refused(model, tmp_path):
