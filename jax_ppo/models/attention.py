@@ -81,8 +81,18 @@ def run_attention_over_parts(
     """Run a program for the parts of packed rows; arguments as for `run_attention`."""
     assert segments is not None, "packed rows have segments"
     if program != "splash":
-        run_masked = functools.partial(_attend_to_rows, program, **options)
-        return attend_over_parts(run_masked)(q, k, v, segments)
+        window = options.pop("sliding_window", None)
+
+        def run_blocks(q: Queries, k: Keys, v: Keys, part: RowPart) -> Queries:
+            # The first block of queries reads nothing of the second half of the row. Which earlier
+            # blocks a device could skip differs from device to device, but the program does not.
+            T, block = k.shape[1], q.shape[1] // 2
+            blocks = [(slice(block), slice(T // 2)), (slice(block, None), slice(T))]
+            if program == "cudnn" and block % 2:
+                blocks = [(slice(None), slice(T))]  # cuDNN takes even numbers of queries
+            return _attend_in_blocks(program, (q, k, v), part, blocks, window, options)
+
+        return attend_over_parts(run_blocks)(q, k, v, segments)
     scale = options.pop("scale", None)
     parts = num_row_parts()
     splash = make_splash_kernel(q.shape[2], q.shape[1] * parts, parts, **options)
@@ -158,30 +168,6 @@ def splash_attention(
     """Compute attention with JAX's kernel for TPUs; options as for `make_splash_kernel`."""
     attend_heads = make_splash_kernel(q.shape[2], q.shape[1], **options)
     return run_splash_kernel(attend_heads, q, k, v, segments, segments, scale)
-
-
-def _attend_to_rows(
-    program: str,
-    q_BxQxHxd: Queries,
-    k_BxTxKxd: Keys,
-    v_BxTxKxd: Keys,
-    part: RowPart,
-    *,
-    sliding_window: int | None = None,
-    **options: Any,
-) -> Queries:
-    """Compute the attention of a device's queries with a program that takes a mask.
-
-    The first block of queries reads nothing of the second half of the row. Which earlier blocks a
-    device could skip differs from device to device, but the program does not.
-    """
-    T = k_BxTxKxd.shape[1]
-    block = q_BxQxHxd.shape[1] // 2
-    blocks = [(slice(block), slice(T // 2)), (slice(block, None), slice(T))]
-    if program == "cudnn" and block % 2:
-        blocks = [(slice(None), slice(T))]  # cuDNN takes even numbers of queries
-    qkv = (q_BxQxHxd, k_BxTxKxd, v_BxTxKxd)
-    return _attend_in_blocks(program, qkv, part, blocks, sliding_window, options)
 
 
 def _attend_in_blocks(

@@ -81,7 +81,14 @@ class ExpertMLP(nn.Module):
         """Return the output [R, L, D] and auxiliary outputs by name; see `select_experts`."""
         a = self.architecture
         router = Kernel((a.hidden_size, a.num_experts), a.mlp_bias, name="router")()
-        probabilities = router_probabilities(x_RxLxD, a.sigmoid_router, **router)
+        wide = jnp.promote_types(x_RxLxD.dtype, jnp.float32)
+        router = {name: x.astype(wide) for name, x in router.items()}
+        # By default, accelerators multiply float32 with fewer bits.
+        precision = jax.lax.Precision.HIGHEST
+        logits = jnp.matmul(x_RxLxD.astype(wide), router["kernel"], precision=precision)
+        if a.mlp_bias:
+            logits += router["bias"]
+        probabilities = jax.nn.sigmoid(logits) if a.sigmoid_router else jax.nn.softmax(logits)
         correction = None
         if a.sigmoid_router:
             zeros = nn.initializers.zeros
@@ -113,24 +120,6 @@ class ExpertMLP(nn.Module):
         projections = Experts(a, name="experts")()
         compute = functools.partial(run_experts, dtype=self.dtype, gate=self.gate)
         return split_experts(compute)(x_RxLxD, weights, experts, projections), auxiliary
-
-
-def router_probabilities(
-    x: Float[Array, "R L D"],
-    is_sigmoid: bool,
-    kernel: Float[Array, "D E"],
-    bias: Float[Array, " E"] | None = None,
-) -> Float[Array, "R L E"]:
-    """Return the probability of each expert for each token, in float32 or more.
-
-    With `is_sigmoid` each is a number from 0 to 1, whatever the others are.
-    """
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    # By default, accelerators multiply float32 with fewer bits.
-    logits = jnp.matmul(x.astype(wide), kernel.astype(wide), precision=jax.lax.Precision.HIGHEST)
-    if bias is not None:
-        logits += bias.astype(wide)
-    return jax.nn.sigmoid(logits) if is_sigmoid else jax.nn.softmax(logits)
 
 
 def routed_experts_dtype(num_experts: int) -> DTypeLike:
