@@ -135,6 +135,7 @@ class Learner:
         and optimizer state stay in the memory they were given in, laid out by `TRAIN_RULES`;
         metrics are over all optimizer steps.
         """
+        skipped = f"{self.prefix}skipped"
 
         def mini_batch(
             carry: Carry, batch: MiniBatches
@@ -147,8 +148,8 @@ class Learner:
                 params, optimizer_state, rate, update_enabled & runs, batch
             )
             within_limit &= is_within
-            carry = (params, optimizer_state, within_limit)
-            return carry, (metrics, runs, within_limit & runs & update_enabled)
+            was_taken = within_limit & runs & update_enabled & (metrics[skipped] == 0)
+            return (params, optimizer_state, within_limit), (metrics, runs, was_taken)
 
         # One compiled loop over epochs and mini-batches: no return to the host in between.
         start = (*placement.to_device((params, optimizer_state)), jnp.bool_(True))
@@ -156,7 +157,7 @@ class Learner:
         reductions = {  # besides the objective's metrics: what `take_optimizer_step` adds
             **self.objective.metrics,
             f"{self.prefix}grad_norm": Metric.MEAN,
-            f"{self.prefix}skipped": Metric.SUM,
+            skipped: Metric.SUM,
         }
         metrics = {
             name: reductions[name].over_steps(values_U, was_run_U)

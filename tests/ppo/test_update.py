@@ -316,7 +316,7 @@ def test_frozen_parameters_keep_their_bits_and_all_others_move(monkeypatch, grou
 
 
 def test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted():
-    config = tiny.config()
+    config = tiny.config(actor__target_kl=1.0)
     rewards = np.zeros(tiny.B, np.float32)
     rewards[3] = np.inf
     before, after, metrics = run_update(config, tiny.make_mesh(), ALL, 4, rewards=rewards)
@@ -327,7 +327,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted():
             jax.tree.map(np.asarray, getattr(after, name)),
         )
     assert metrics["actor/skipped"] == metrics["critic/skipped"] == 1
-    assert int(after.step) == 1
+    assert int(after.step) == 1 and metrics["actor/steps_taken"] == 0
 
 
 def test_score_sits_on_the_last_token_and_returns_are_raw():
