@@ -215,8 +215,10 @@ class Actor:
     loss_scale_factor: int | None = option(None,
         "divisor of seq-mean-token-sum-norm; unset: data.max_response_length",
         unit="tokens", at_least=1, read_by=PPO,
-        rules=(OptionRule(lambda c: AGGREGATIONS[c.actor.loss_agg_mode].needs_scale,
-            "`actor.loss_agg_mode` is seq-mean-token-sum-norm"),))
+        rules=(OptionRule(lambda c: any(
+            AGGREGATIONS[mode].needs_scale
+            for mode in filter(None, (c.actor.loss_agg_mode, c.critic.loss_agg_mode))),
+            "`actor.loss_agg_mode` or `critic.loss_agg_mode` is seq-mean-token-sum-norm"),))
 
 
 @dataclasses.dataclass(frozen=True)
