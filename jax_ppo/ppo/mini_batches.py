@@ -44,11 +44,6 @@ class RolloutPacker:
     has_critic: bool  # whether there is a separate critic
 
     @functools.cached_property
-    def row_length(self) -> int:
-        """Return L, the tokens of a packed row."""
-        return packed_row_length(self.config)
-
-    @functools.cached_property
     def partitions(self) -> dict[str, Partition]:
         """Return how the actor and a separate critic divide a rollout, by role."""
         actor, critic = self.config.actor, self.config.critic
@@ -138,9 +133,9 @@ class RolloutPacker:
     def _pack(
         self, lengths: np.ndarray, groups: np.ndarray, rows_per_device: int | None
     ) -> tuple[Packing, np.ndarray]:
-        is_packed = self.config.packing.enabled
+        row_length, is_packed = packed_row_length(self.config), self.config.packing.enabled
         return packing.pack_on_mesh(
-            self.mesh, lengths, groups, self.row_length, rows_per_device, is_packed
+            self.mesh, lengths, groups, row_length, rows_per_device, is_packed
         )
 
     def _replicate(self, array: np.ndarray) -> jax.Array:

@@ -39,9 +39,10 @@ def measure_sampling(
     `rewards_B` are rewards of whole responses, `steps_BxT` rewards within them, if there are any.
     """
     is_known_B = correct_B >= 0
-    hashes_B = jnp.sort(_hash_responses(rollout.responses, rollout.lengths))
-    copies_B = jnp.searchsorted(hashes_B, hashes_B, side="right") - jnp.searchsorted(
-        hashes_B, hashes_B, side="left"
+    hashes_B = _hash_responses(rollout.responses, rollout.lengths)
+    sorted_B = jnp.sort(hashes_B)
+    copies_B = jnp.searchsorted(sorted_B, sorted_B, side="right") - jnp.searchsorted(
+        sorted_B, sorted_B, side="left"
     )
     metrics = {
         "reward/accuracy": jnp.where(is_known_B.any(), masked_mean(correct_B, is_known_B), NOTHING),
@@ -70,21 +71,16 @@ def measure_sampling(
     if responses_per_prompt > 1:
         if steps_BxT is not None:
             rewards_B = rewards_B + steps_BxT.sum(1)
-        metrics |= _measure_groups(rollout, rewards_B, responses_per_prompt)
+        hashes_Gxn = jnp.sort(hashes_B.reshape(-1, responses_per_prompt), axis=1)
+        repeats = (hashes_Gxn[:, 1:] == hashes_Gxn[:, :-1]).sum()
+        rewards_Gxn = rewards_B.reshape(-1, responses_per_prompt)
+        spread_G = rewards_Gxn.max(1) - rewards_Gxn.min(1)
+        is_uniform_G = spread_G <= ROUNDING * jnp.abs(rewards_Gxn).max(1)
+        metrics |= {
+            "rollout/duplicates": repeats / hashes_Gxn.size,
+            "reward/uniform_groups": is_uniform_G.mean(dtype=jnp.float32),
+        }
     return metrics
-
-
-def _measure_groups(rollout: Rollout, rewards_B: jax.Array, n: int) -> dict[str, jax.Array]:
-    hashes_B = _hash_responses(rollout.responses, rollout.lengths)
-    hashes_Gxn = jnp.sort(hashes_B.reshape(-1, n), axis=1)
-    repeats = (hashes_Gxn[:, 1:] == hashes_Gxn[:, :-1]).sum()
-    rewards_Gxn = rewards_B.reshape(-1, n)
-    spread_G = rewards_Gxn.max(1) - rewards_Gxn.min(1)
-    is_uniform_G = spread_G <= ROUNDING * jnp.abs(rewards_Gxn).max(1)
-    return {
-        "rollout/duplicates": repeats / hashes_Gxn.size,
-        "reward/uniform_groups": is_uniform_G.mean(dtype=jnp.float32),
-    }
 
 
 def _hash_responses(responses_BxT: jax.Array, lengths_B: jax.Array) -> jax.Array:
