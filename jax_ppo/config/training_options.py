@@ -326,9 +326,12 @@ class KLControl:
     type: str = option("fixed",
         "how the coefficient changes: fixed, not at all; adaptive, towards target_kl",
         choices=tuple(KL_CONTROLLERS),
-        rules=(rule.option_is("algorithm.use_kl_in_reward", True,
-            "changes the coefficient of the KL in the reward; set "
-            "config.algorithm.use_kl_in_reward=True"),))
+        rules=(
+            rule.option_is("algorithm.use_kl_in_reward", True,
+                "changes the coefficient of the KL in the reward; set "
+                "config.algorithm.use_kl_in_reward=True"),
+            rule.is_set("algorithm.kl_ctrl.kl_coef",
+                "multiplies config.algorithm.kl_ctrl.kl_coef=0, which stays 0; set it above 0")))
     kl_coef: float = option(0.001,
         "coefficient of the KL in the reward; with adaptive, its initial value",
         at_least=0,

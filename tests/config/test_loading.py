@@ -47,6 +47,7 @@ def test_defaults_are_valid_and_hashable():
     assert hash(validated({})) == hash(validated({}))
 
 
+ADAPTIVE = {"algorithm.kl_ctrl.type": "adaptive"}
 CONTINUED = {"rollout.max_staleness": 2, "algorithm.rollout_is": "token"}
 SERVER = {"rollout.engine": "openai", "rollout.url": "http://a"}
 
@@ -83,15 +84,13 @@ SERVER = {"rollout.engine": "openai", "rollout.url": "http://a"}
         ),
         ({"mesh.model": -1}, "only one of config.mesh.model=-1, fsdp=1 and data=-1 can be -1"),
         ({"actor.router_aux_loss_coef": 0.1, "mesh.context": 2}, "config.mesh.context=2"),
+        ({"algorithm.use_kl_in_reward": True, "algorithm.use_reference": False}, "the reference"),
+        (ADAPTIVE, "changes the coefficient"),
         (
-            {"algorithm.use_kl_in_reward": True, "algorithm.use_reference": False},
-            "needs the reference",
+            ADAPTIVE | {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.0},
+            "multiplies config.algorithm.kl_ctrl.kl_coef=0",
         ),
-        ({"algorithm.kl_ctrl.type": "adaptive"}, "changes the coefficient"),
-        (
-            {"rollout.n": 1, "algorithm.adv_estimator": "grpo"},
-            "config.algorithm.adv_estimator='grpo'",
-        ),
+        ({"rollout.n": 1, "algorithm.adv_estimator": "grpo"}, "algorithm.adv_estimator='grpo'"),
         (
             {"trainer.critic_warmup": 2, "algorithm.adv_estimator": "reinforce_plus_plus"},
             "there is no critic with config.algorithm.adv_estimator='reinforce_plus_plus'",
