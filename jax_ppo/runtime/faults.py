@@ -86,6 +86,8 @@ def end_with_others() -> None:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             failure = json.loads(state.client.blocking_key_value_get(_FAILURE, FOREVER_MS))
             if failure["process"] != state.process_id:
+                if state.process_id == 0:
+                    time.sleep(_TELL_SECONDS)
                 end_abruptly(f"process {failure['process']}: {failure['reason']}", failure["code"])
 
     thread = threading.Thread(target=wait, name="failures", daemon=True)

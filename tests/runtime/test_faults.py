@@ -26,6 +26,8 @@ from jax_ppo.runtime import distributed, faults, signals
 
 number, address, way = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 faults._REASON_SECONDS = 60 if way in ("raise", "interrupt", "message") else 1
+announce = faults.announce_failure
+faults.announce_failure = lambda *failure: (announce(*failure), time.sleep(0.5))  # ends slowly
 
 def main():
     distributed.barrier("start")
