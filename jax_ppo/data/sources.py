@@ -6,7 +6,7 @@
     hf:OWNER/NAME[@REVISION]/PATH/IN/REPO   such a file in a dataset repository of the hub
     hf:OWNER/NAME[/FOLDER][:SPLIT]          the files of a split of it, by default `train`
     tfds:NAME/SPLIT                         TensorFlow Datasets; TensorFlow is not needed
-    arithmetic:COUNT[:heldout]              generated examples, see `GENERATORS`
+    NAME:COUNT[:heldout]                    generated examples: `GENERATORS` has the names
     memory:KIND@DIGEST                      rows that a Python program has passed
 
 Several sources are separated by commas and concatenated, or mixed: SOURCE*WEIGHT. FILE[START:END],

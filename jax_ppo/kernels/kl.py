@@ -124,7 +124,7 @@ def adaptive_kl_coef(
 
     Ziegler et al. 2019 (arXiv 1909.08593, section 2.2), as in the authors' code (horizon 10,000):
     an error that stays at the clip changes the coefficient by about exp(+-0.2) every `horizon`
-    samples. It stays positive while 0.2 batch_size < horizon, and as it is after a KL of NaN.
+    samples. It stays positive while 0.2 batch_size < horizon. A KL of NaN does not change it.
 
     Args:
       coef: the present coefficient.

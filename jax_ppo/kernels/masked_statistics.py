@@ -74,7 +74,7 @@ def masked_mean(
 
 def masked_min(x: Shaped[Array, " *shape"], mask: Shaped[Array, " *shape"]) -> Float[Array, ""]:
     """Return the smallest element that counts; 0 if none does."""
-    return 0.0 - masked_max(-_at_least_float32(x), mask)
+    return 0.0 - masked_max(-_at_least_float32(x), mask)  # a minus sign would make 0 to -0
 
 
 def masked_max(x: Shaped[Array, " *shape"], mask: Shaped[Array, " *shape"]) -> Float[Array, ""]:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jax_ppo.config import validation
 from jax_ppo.config.rollout_options import MultiTurn
-from jax_ppo.config.schema import Config, Data, Reward
+from jax_ppo.config.schema import Config, Data, Reward, RolloutOptions
 from jax_ppo.data.response_rows import GivenResponses
 from jax_ppo.data.tokenize_prompts import PromptDataset
 from jax_ppo.environments.host import HostEnvironment
@@ -43,7 +43,7 @@ from jax_ppo.run.run_models import Report, RunModels, read_run_models, validate_
 from jax_ppo.runtime import heartbeat, meshes
 from jax_ppo.runtime.devices import read_memory_limit
 from jax_ppo.sampler.built_in import resolve_engine
-from jax_ppo.sampler.engine import SamplingOptions
+from jax_ppo.sampler.engine import RolloutEngine, SamplingOptions
 from jax_ppo.training.random_streams import SampleKeys
 from jax_ppo.training.roles import RunRole, resolve_roles
 from jax_ppo.training.state import StateBuilder, policy_params
@@ -108,15 +108,6 @@ def build_run(
         memory, rollout_mesh, models, environment, report
     )
     states = StateBuilder(config, models.nets, mesh)
-    if ROLLOUT_ENGINES.lookup(config.rollout.engine).is_external:
-        engine_class = functools.partial(
-            engine_class,
-            options=config.rollout,
-            folder=models.folders.actor,
-            max_length=config.sequence_length,
-        )
-    # The engine gets shapes; `update_weights` brings weights at each step.
-    shapes = policy_params(models.nets, states.shapes())
     run = PPORun(
         step_options=StepOptions(config),
         states=states,
@@ -127,7 +118,9 @@ def build_run(
         training=training,
         held_out=held_out,
         total_steps=total_steps,
-        engine=make_engine(engine_class, models.nets.actor, shapes, mesh, rollout_mesh),
+        engine=_build_engine(
+            engine_class, config.rollout, config.sequence_length, models, states, rollout_mesh
+        ),
         sampling=sampling,
         reads_rollout=models.reward_inputs is None,
         held_out_sampling=held_out_sampling,
@@ -223,6 +216,23 @@ def _build_prompts(
         rows.environment_class, multi_turn, models.tokenizer, examples, chat_template(data)
     )
     return training, held_out, environment
+
+
+def _build_engine(
+    engine_class: Callable[..., RolloutEngine],
+    options: RolloutOptions,
+    max_length: int,
+    models: RunModels,
+    states: StateBuilder,
+    rollout_mesh: Mesh,
+) -> RolloutEngine:
+    """Return the engine of a run; it gets shapes, `update_weights` brings weights at each step."""
+    if ROLLOUT_ENGINES.lookup(options.engine).is_external:
+        engine_class = functools.partial(
+            engine_class, options=options, folder=models.folders.actor, max_length=max_length
+        )
+    params = policy_params(models.nets, states.shapes())
+    return make_engine(engine_class, models.nets.actor, params, states.mesh, rollout_mesh)
 
 
 def _resolve_rule(options: Reward, examples: list[Example]) -> RunRule:

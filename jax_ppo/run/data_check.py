@@ -221,7 +221,7 @@ def _find_first_failure(
     tokenizer: Any,
     examples: tuple[Sequence[Example], Sequence[Example]],
 ) -> list[str]:
-    """Return what would end a run on its way to the first batch; tokens need a tokenizer."""
+    """Return what would end a run before its first batch; without a tokenizer, only in the rows."""
     training, held_out = examples
     try:
         if fields:

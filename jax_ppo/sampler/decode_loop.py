@@ -99,7 +99,7 @@ def generate_responses(
 
 def decode_queue(job: DecodeJob, state: DecodeState) -> DecodeState:
     """Decode all samples of a job, each up to its limit if the job has limits."""
-    tokens = job.options.max_response_length  # that a slot draws of a response at most
+    tokens = job.options.max_response_length  # the most that a slot draws of a response
     if job.limit is not None:
         tokens = job.options.partial_length or tokens
     widths = slot_widths(job.model.decoding, job.width, tokens)

@@ -22,7 +22,7 @@ from jax_ppo.runtime.parallelism.split_attention import num_row_parts
 
 
 def packed_row_length(config: Config) -> int:
-    """Return L, the tokens of a packed row: those of the longest sequence, or more."""
+    """Return L, the tokens of a packed row: at least as many as a sequence may have."""
     longest, parts = config.sequence_length, config.mesh.context
     rounded = round_row_length(config.model.attention, _platform(), longest, parts)
     return config.packing.row_length or rounded

@@ -151,7 +151,8 @@ def choose_protocol(routes: Collection[str]) -> tuple[ServerProtocol, list[str]]
 
 def _common_parameters(options: SamplingOptions) -> dict[str, Any]:
     """Return what vLLM and SGLang name alike, all of it set: no model's default applies."""
-    # Before a minimum SGLang finds strings, and vLLM their beginnings: `read_response` finds none.
+    # SGLang ends at strings before the minimum, and vLLM at ones that begin before it; ours count
+    # only after it.
     stop = () if options.stop is None or options.min_new_tokens else options.stop.strings
     return {
         "temperature": options.temperature,
